@@ -1,0 +1,1 @@
+"""Ids and words; the engine never sees text."""

@@ -1,0 +1,1 @@
+"""How the embedded model "storyteller" is made; see training/README.md."""
