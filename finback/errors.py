@@ -10,6 +10,7 @@ FinbackError
   CapacityError          it does not fit; exit 4
   RequestError           the caller's fault; HTTP 400, exit 2
     ContextTooLong
+  ReadError              the device or file system failed; exit 3
 
 Each class carries the exit code of the command line.
 """
@@ -65,3 +66,9 @@ class RequestError(FinbackError):
 
 class ContextTooLong(RequestError):
     """Prompt and answer together pass the model's context."""
+
+
+class ReadError(FinbackError):
+    """A file ended early, vanished or could not be read while it was in use."""
+
+    exit_code = 3

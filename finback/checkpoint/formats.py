@@ -1,0 +1,99 @@
+"""Weight formats: bytes a matrix takes, and the plain unpacking every kernel is compared with."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+MXFP4_GROUP = 32
+# E2M1: one sign bit, then this index. Source: OCP Microscaling Formats 1.0, section 5.3.3.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+# Both values of a packed byte; the even column is in the low nibble.
+_NIBBLE = np.concatenate([E2M1, -E2M1])
+_BYTE_VALUES = np.stack([np.tile(_NIBBLE, 16), np.repeat(_NIBBLE, 16)], axis=1)  # (256, 2)
+MXFP4_BAD_SCALE = 255  # NaN in E8M0; no published weight has it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weight:
+    """A tensor as published: a format, its logical shape, and the bytes of its parts.
+
+    The parts are views into memory owned by whoever made the weight: for an expert, its lease.
+    """
+
+    format: str
+    shape: tuple[int, ...]
+    parts: tuple[Bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a format is stored.
+
+    `suffixes` are the endings of the published tensor names after `….weight`, in order;
+    `dtypes` the dtype of each part; `part_shapes` gives their shapes for a logical shape.
+    """
+
+    suffixes: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    part_shapes: Callable[[tuple[int, ...]], tuple[tuple[int, ...], ...]]
+    unpack: Callable[[tuple[Bytes, ...], tuple[int, ...]], Array]
+
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        """Count the bytes of all parts."""
+        sizes = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+        return sum(
+            prod(part) * sizes[dtype] for part, dtype in zip(self.part_shapes(shape), self.dtypes, strict=True)
+        )
+
+
+def unpack(weight: Weight) -> Array:
+    """Give the values of a weight as a new float32 array of its logical shape."""
+    return FORMATS[weight.format].unpack(weight.parts, weight.shape)
+
+
+def _f32(parts: tuple[Bytes, ...], shape: tuple[int, ...]) -> Array:
+    return parts[0].view(np.float32).reshape(shape).copy()
+
+
+def _f16(parts: tuple[Bytes, ...], shape: tuple[int, ...]) -> Array:
+    return parts[0].view(np.float16).reshape(shape).astype(np.float32)
+
+
+def _bf16(parts: tuple[Bytes, ...], shape: tuple[int, ...]) -> Array:
+    """Widen bfloat16, which is the upper half of a float32."""
+    wide = parts[0].view(np.uint16).astype(np.uint32) << 16
+    return wide.view(np.float32).reshape(shape)
+
+
+def _mxfp4(parts: tuple[Bytes, ...], shape: tuple[int, ...]) -> Array:
+    """Unpack E2M1 codes (R, C/2) under E8M0 scales (R, C/32): w = ±table[index] · 2^(scale − 127)."""
+    rows, columns = shape
+    codes, scales = parts
+    values = _BYTE_VALUES[codes.reshape(rows, columns // 2)].reshape(rows, -1, MXFP4_GROUP)
+    exponents = scales.reshape(rows, -1).astype(np.int32) - 127
+    out: Array = np.ldexp(values, exponents[..., None]).reshape(shape)
+    return out
+
+
+def _same(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return (shape,)
+
+
+def _mxfp4_parts(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    rows, columns = shape
+    return ((rows, columns // 2), (rows, columns // MXFP4_GROUP))
+
+
+FORMATS: Mapping[str, Format] = {
+    "bf16": Format(("",), ("BF16",), _same, _bf16),
+    "f16": Format(("",), ("F16",), _same, _f16),
+    "f32": Format(("",), ("F32",), _same, _f32),
+    "mxfp4": Format(("_packed", "_scale"), ("U8", "U8"), _mxfp4_parts, _mxfp4),
+}
+PLAIN_FORMATS: Mapping[str, str] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}

@@ -1,0 +1,91 @@
+"""Options of a run: frozen, checked once when made. Light to import: the command line reads defaults here."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from finback.errors import RequestError, UsageError
+
+MAX_SEED = 2**64 - 1
+
+
+def with_known_options[T](cls: type[T], options: Mapping[str, Any], error: type[Exception]) -> T:
+    """Make a dataclass from keyword options, refusing unknown names with the known ones listed."""
+    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for name in options:
+        if name not in known:
+            raise error(f"unknown option {name!r}; choose from {', '.join(known)}")
+    return cls(**options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How the engine may use the machine. None of it changes a result."""
+
+    max_rows: int = field(default=256, metadata={"help": "tokens computed in one pass over the layers"})
+    max_sequences: int = field(default=64, metadata={"help": "sequences computed together"})
+    expert_cache_bytes: int = field(default=1 << 30, metadata={"help": "experts kept in memory"})
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            UsageError: Naming the option and its limit.
+        """
+        for name, low in (("max_rows", 1), ("max_sequences", 1), ("expert_cache_bytes", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise UsageError(f"{name} must be a whole number of at least {low}, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are picked and when to stop."""
+
+    max_tokens: int | None = field(default=None, metadata={"help": "stop after this many tokens"})
+    temperature: float = field(default=1.0, metadata={"help": "0 picks the likeliest token"})
+    top_p: float = field(default=1.0, metadata={"help": "keep the likeliest tokens of this total"})
+    top_k: int = field(default=0, metadata={"help": "keep this many tokens; 0 keeps all"})
+    min_p: float = field(default=0.0, metadata={"help": "drop tokens below this share of the best"})
+    seed: int | None = field(default=None, metadata={"help": "equal seeds give equal text"})
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            RequestError: Naming the option and its limits.
+        """
+        if self.max_tokens is not None:
+            self._check_int("max_tokens", 1, None)
+        self._check_int("top_k", 0, None)
+        if self.seed is not None:
+            self._check_int("seed", 0, MAX_SEED)
+        self._check_float("temperature", 0.0, 100.0)
+        self._check_float("top_p", 0.0, 1.0)
+        self._check_float("min_p", 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise RequestError("top_p must be above 0; use temperature 0 for the likeliest token")
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise RequestError("stop must be a list of non-empty strings")
+
+    def replaced(self, **changes: object) -> Self:
+        """Give a copy with some fields changed, checked again."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    def _check_int(self, name: str, low: int, high: int | None) -> None:
+        value = getattr(self, name)
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        if not is_int or value < low or (high is not None and value > high):
+            limits = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise RequestError(f"{name} must be a whole number {limits}, not {value!r}")
+
+    def _check_float(self, name: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not low <= value <= high:
+            raise RequestError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}")

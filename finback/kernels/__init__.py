@@ -1,0 +1,1 @@
+"""Arithmetic. `ops` says what there is, `reference` is the oracle, `cpu` the native library."""

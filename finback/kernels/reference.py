@@ -1,0 +1,151 @@
+"""Every operation in plain NumPy, float32: slow, short, obviously right. Other backends are tested against it.
+
+Matrix products run row by row, because a library's product of many rows rounds differently from
+that of one. So a row's bits do not depend on what it was computed with.
+"""
+
+import numpy as np
+
+from finback.checkpoint.formats import Array, Weight, unpack
+from finback.kernels.ops import Activation, Ids, RouterRule
+
+L2_EPS = 1e-6  # inside the root, as in the model's own kernels
+
+
+class Reference:
+    """The NumPy backend."""
+
+    name = "numpy"
+
+    def resident(self, weight: Weight) -> Weight:
+        """Unpack once: NumPy can only multiply float32."""
+        return Weight("f32", weight.shape, (unpack(weight).reshape(-1).view(np.uint8),))
+
+    def linear(self, x: Array, weight: Weight) -> Array:
+        """See `Ops.linear`."""
+        return _product(x, _values(weight))
+
+    def embed(self, ids: Ids, weight: Weight) -> Array:
+        """See `Ops.embed`."""
+        return _values(weight)[ids]
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        """See `Ops.rms_norm`. Source: Zhang and Sennrich 2019, equation 4, with eps inside the root."""
+        mean = np.square(x).mean(-1, keepdims=True)
+        out: Array = x / np.sqrt(mean + np.float32(eps)) * weight
+        return out
+
+    def mix(self, entries: list[Array], weight: Array, eps: float) -> Array:
+        """See `Ops.mix`. The raw entries are mixed; only their scores use the normalised ones."""
+        values = np.stack(entries, axis=1)  # (T, N, D)
+        size = np.sqrt(np.square(values).mean(-1) + np.float32(eps))
+        shares = _softmax((values * weight).sum(-1) / size)  # (T, N)
+        out = shares[:, 0, None] * values[:, 0]
+        for n in range(1, len(entries)):
+            out += shares[:, n, None] * values[:, n]
+        return out
+
+    def glu(self, gate: Array, up: Array, activation: Activation) -> Array:
+        """See `Ops.glu`."""
+        if activation.kind == "silu":
+            return gate * self.sigmoid(gate) * up
+        beta, linear = np.float32(activation.beta), activation.linear_beta
+        gated = beta * np.tanh(gate / beta) * self.sigmoid(gate)
+        return gated * up if linear is None else gated * np.float32(linear) * np.tanh(up / np.float32(linear))
+
+    def expert(self, x: Array, w1: Weight, w2: Weight, w3: Weight, activation: Activation) -> Array:
+        """See `Ops.expert`."""
+        return self.linear(self.glu(self.linear(x, w1), self.linear(x, w3), activation), w2)
+
+    def route(self, logits: Array, bias: Array | None, rule: RouterRule) -> tuple[Ids, Array]:
+        """See `Ops.route`. Source: DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2."""
+        scores = self.sigmoid(logits) if rule.activation == "sigmoid" else _softmax(logits)
+        choice = scores if bias is None else scores + bias
+        if rule.num_groups > rule.top_groups:
+            groups = choice.reshape(len(choice), rule.num_groups, -1)
+            best_two = np.sort(groups, -1)[..., -2:].sum(-1)  # (T, groups)
+            keep = np.argsort(-best_two, axis=-1, kind="stable")[:, : rule.top_groups]
+            kept = np.zeros(best_two.shape, bool)
+            np.put_along_axis(kept, keep, True, -1)
+            choice = np.where(kept[..., None], groups, -np.inf).reshape(choice.shape)
+        ids = np.argsort(-choice, axis=-1, kind="stable")[:, : rule.top_k]
+        weights = np.take_along_axis(scores, ids, -1)
+        if rule.renormalise and rule.top_k > 1:
+            weights = weights / (weights.sum(-1, keepdims=True) + np.float32(1e-20))
+        return ids, weights * np.float32(rule.scale)
+
+    def short_conv(self, x: Array, history: Array, taps: Array) -> Array:
+        """See `Ops.short_conv`."""
+        padded = np.concatenate([history, x])
+        history[:] = padded[len(padded) - len(history) :]
+        y = padded[: len(x)] * taps[:, 0]
+        for j in range(1, taps.shape[1]):
+            y += padded[j : j + len(x)] * taps[:, j]
+        return y * self.sigmoid(y)
+
+    def unit(self, x: Array, scale: float) -> Array:
+        """See `Ops.unit`."""
+        length = np.sqrt(np.square(x).sum(-1, keepdims=True) + np.float32(L2_EPS))
+        out: Array = x / length * np.float32(scale)
+        return out
+
+    def decay(self, x: Array, a_log: Array, bound: float | None) -> Array:
+        """See `Ops.decay`. Source: Kimi Team 2025, "Kimi Linear", and the bounded form of Kimi K3."""
+        rate = np.exp(a_log)[:, None]
+        if bound is None:
+            out: Array = -rate * np.logaddexp(np.float32(0), x)
+            return out
+        return np.float32(bound) * self.sigmoid(rate * x)
+
+    def sigmoid(self, x: Array) -> Array:
+        """See `Ops.sigmoid`. Written with tanh, which cannot overflow."""
+        half = np.float32(0.5)
+        return half + half * np.tanh(half * x)
+
+    def delta_rule(self, q: Array, k: Array, v: Array, decay: Array, beta: Array, state: Array) -> Array:
+        """See `Ops.delta_rule`. The state decays first; the error is taken against the decayed state.
+
+        Source: Kimi Team 2025, "Kimi Linear", equation 1: S ← (I − β k kᵀ) Diag(e^g) S + β k vᵀ, o = Sᵀ q.
+        """
+        out = np.empty_like(v)
+        forget = np.exp(decay)
+        for t in range(len(q)):
+            state *= forget[t, :, :, None]
+            error = v[t] - np.matmul(k[t, :, None, :], state)[:, 0]
+            state += (beta[t, :, None] * k[t])[:, :, None] * error[:, None, :]
+            out[t] = np.matmul(q[t, :, None, :], state)[:, 0]
+        return out
+
+    def latent_attention(
+        self, q: Array, q_extra: Array, rows: Array, key: Array, value: Array, scale: float
+    ) -> Array:
+        """See `Ops.latent_attention`. Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.3, absorbed."""
+        rank = key.shape[-1]
+        out = np.empty((len(q), len(value), value.shape[1]), np.float32)
+        for t in range(len(q)):
+            seen = rows[: len(rows) - len(q) + t + 1]
+            in_latent = np.matmul(q[t, :, None, :], key)[:, 0]  # (H, r)
+            scores = np.concatenate([in_latent, q_extra[t]], axis=-1) @ seen.T  # (H, S)
+            mixed = _softmax(scores * np.float32(scale)) @ seen[:, :rank]
+            out[t] = np.matmul(value, mixed[:, :, None])[:, :, 0]
+        return out
+
+
+def _values(weight: Weight) -> Array:
+    """Give a weight's values, without a copy where it is float32 already."""
+    if weight.format == "f32":
+        return weight.parts[0].view(np.float32).reshape(weight.shape)
+    return unpack(weight)
+
+
+def _product(x: Array, values: Array) -> Array:
+    out = np.empty((len(x), len(values)), np.float32)
+    for row, result in zip(x, out, strict=True):
+        np.dot(values, row, out=result)
+    return out
+
+
+def _softmax(x: Array) -> Array:
+    shifted = np.exp(x - x.max(-1, keepdims=True))
+    out: Array = shifted / shifted.sum(-1, keepdims=True)
+    return out

@@ -1,0 +1,126 @@
+"""Multi-head latent attention without positions, in absorbed form over one latent row a token.
+
+Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1; the output gate is Kimi K3's.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from finback.checkpoint.formats import Array, unpack
+from finback.checkpoint.hf import Fields
+from finback.kernels.ops import Ops
+from finback.models.base import TokenBatch
+from finback.models.layers import Norm
+from finback.models.state import LatentState
+from finback.models.weights import TensorSpec, Weights
+
+LATENT_EPS = 1e-6  # the two latent norms are built without the config's rms_norm_eps
+
+
+@dataclass(frozen=True, slots=True)
+class MlaShape:
+    """Sizes of one latent-attention layer."""
+
+    width: int
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    extra_dim: int  # published as qk_rope_head_dim; never rotated in these models
+    value_dim: int
+    has_gate: bool
+
+    @classmethod
+    def read(cls, config: Fields) -> "MlaShape":
+        """Read the sizes from a (text) config.
+
+        Raises:
+            CheckpointError: A value is missing or impossible, or asks for rotated positions.
+        """
+        if not config.flag("mla_use_nope"):
+            raise config.error("mla_use_nope", "is false: rotary positions are not supported for this family")
+        return cls(
+            width=config.integer("hidden_size"),
+            num_heads=config.integer("num_attention_heads", high=1 << 16),
+            q_rank=config.integer("q_lora_rank") if config.has("q_lora_rank") else None,
+            kv_rank=config.integer("kv_lora_rank"),
+            nope_dim=config.integer("qk_nope_head_dim", high=1 << 16),
+            extra_dim=config.integer("qk_rope_head_dim", high=1 << 16),
+            value_dim=config.integer("v_head_dim", high=1 << 16),
+            has_gate=config.flag("mla_use_output_gate"),
+        )
+
+    @property
+    def row_width(self) -> int:
+        """Count the values remembered of one token."""
+        return self.kv_rank + self.extra_dim
+
+    def tensors(self, prefix: str) -> Iterator[TensorSpec]:
+        """List the tensors of one layer."""
+        heads, width = self.num_heads, self.width
+        queries = heads * (self.nope_dim + self.extra_dim)
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.q_rank is None:
+            shapes["q_proj"] = (queries, width)
+        else:
+            shapes["q_a_proj"] = (self.q_rank, width)
+            shapes["q_a_layernorm"] = (self.q_rank,)
+            shapes["q_b_proj"] = (queries, self.q_rank)
+        shapes["kv_a_proj_with_mqa"] = (self.row_width, width)
+        shapes["kv_a_layernorm"] = (self.kv_rank,)
+        shapes["kv_b_proj"] = (heads * (self.nope_dim + self.value_dim), self.kv_rank)
+        if self.has_gate:
+            shapes["g_proj"] = (heads * self.value_dim, width)
+        shapes["o_proj"] = (width, heads * self.value_dim)
+        for name, shape in shapes.items():
+            yield TensorSpec(f"{prefix}{name}.weight", shape, "attention")
+
+
+class Mla:
+    """One latent-attention layer."""
+
+    def __init__(self, shape: MlaShape, layer: int, weights: Weights, prefix: str, ops: Ops) -> None:
+        """Load the layer's weights."""
+        self.shape, self.layer, self._ops = shape, layer, ops
+        self._has_query_rank = shape.q_rank is not None
+        if self._has_query_rank:
+            self._q_a = weights.matrix(f"{prefix}q_a_proj.weight")
+            self._q_norm = Norm(weights, f"{prefix}q_a_layernorm.weight", LATENT_EPS, ops)
+        query = "q_b_proj" if self._has_query_rank else "q_proj"
+        self._q = weights.matrix(f"{prefix}{query}.weight")
+        self._kv_a = weights.matrix(f"{prefix}kv_a_proj_with_mqa.weight")
+        self._kv_norm = Norm(weights, f"{prefix}kv_a_layernorm.weight", LATENT_EPS, ops)
+        lift = unpack(weights.matrix(f"{prefix}kv_b_proj.weight"))
+        lift = lift.reshape(shape.num_heads, shape.nope_dim + shape.value_dim, shape.kv_rank)
+        self._key = np.ascontiguousarray(lift[:, : shape.nope_dim])
+        self._value = np.ascontiguousarray(lift[:, shape.nope_dim :])
+        self._gate = weights.matrix(f"{prefix}g_proj.weight") if shape.has_gate else None
+        self._o = weights.matrix(f"{prefix}o_proj.weight")
+
+    def new_state(self) -> LatentState:
+        """Make the memory of a sequence that has seen nothing."""
+        return LatentState(self.shape.row_width)
+
+    def __call__(self, u: Array, tokens: TokenBatch) -> Array:
+        """Compute rows (T, D) -> (T, D), extending each sequence's latent rows."""
+        ops, shape = self._ops, self.shape
+        query_in = self._q_norm(ops.linear(u, self._q_a)) if self._has_query_rank else u
+        q = ops.linear(query_in, self._q).reshape(len(u), shape.num_heads, -1)
+        down = ops.linear(u, self._kv_a)
+        rows = np.concatenate([self._kv_norm(down[:, : shape.kv_rank]), down[:, shape.kv_rank :]], axis=1)
+        nope, extra = np.ascontiguousarray(q[..., : shape.nope_dim]), np.ascontiguousarray(q[..., shape.nope_dim :])
+        out = np.empty((len(u), shape.num_heads, shape.value_dim), np.float32)
+        scale = float(shape.nope_dim + shape.extra_dim) ** -0.5
+        for run in tokens.runs:
+            state = run.state.layers[self.layer]
+            assert isinstance(state, LatentState)
+            seen = state.append(rows[run.rows])
+            out[run.rows] = ops.latent_attention(
+                nope[run.rows], extra[run.rows], seen, self._key, self._value, scale
+            )
+        joined = out.reshape(len(u), -1)
+        if self._gate is not None:
+            joined = joined * ops.sigmoid(ops.linear(u, self._gate))
+        return ops.linear(joined, self._o)

@@ -1,0 +1,129 @@
+"""What a family gives, what a step computes, and how a checkpoint finds its family."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+import finback.models
+from finback.checkpoint.formats import Array
+from finback.checkpoint.hf import Fields
+from finback.checkpoint.index import Checkpoint
+from finback.errors import UnsupportedModel
+from finback.kernels.ops import Ids, Ops
+from finback.models.state import SequenceState
+from finback.models.weights import TensorSpec, Weights
+from finback.storage.cache import ExpertCache
+
+ALIASES: Mapping[str, str] = {}  # renamed twins: published model_type -> file here
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What can be said about a model from its config alone. Bytes are of float32 states."""
+
+    num_layers: int
+    width: int
+    vocab_size: int
+    max_positions: int
+    routed_layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    state_bytes: int
+    state_bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive rows of a batch that belong to one sequence."""
+
+    state: SequenceState
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> slice:
+        """Select these rows of the batch."""
+        return slice(self.start, self.stop)
+
+
+class Probe(Protocol):
+    """Looks on during a step, for tests and traces. Must not change what it is given."""
+
+    def hidden(self, layer: int, x: Array) -> None:
+        """See the running sum (T, D) after a layer."""
+        ...
+
+    def routed(self, layer: int, ids: Ids, weights: Array) -> None:
+        """See the chosen experts (T, k), best first, and their weights."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """What one step computes: tokens of any number of sequences, flattened."""
+
+    ids: Ids  # (T,)
+    runs: tuple[Run, ...]
+    wanted: npt.NDArray[np.int64]  # (R,) rows whose logits are wanted
+    probe: Probe | None = None
+
+
+class Model(Protocol):
+    """A loaded model."""
+
+    shape: ModelShape
+
+    def new_state(self) -> SequenceState:
+        """Make the memory of a sequence that has seen nothing."""
+        ...
+
+    def forward(self, tokens: TokenBatch) -> Array:
+        """Push rows through all layers, advancing the states: -> logits (R, V) float32."""
+        ...
+
+
+class Layout(Protocol):
+    """A family's reading of one config."""
+
+    shape: ModelShape
+    skipped: tuple[str, ...]  # prefixes of tensors that are not part of the text model
+
+    def tensors(self) -> Iterable[TensorSpec]:
+        """List every tensor the model needs."""
+        ...
+
+    def build(self, weights: Weights, experts: ExpertCache, ops: Ops) -> Model:
+        """Load what stays in memory and make the model."""
+        ...
+
+
+def read_layout(checkpoint: Checkpoint) -> Layout:
+    """Find the family named by `model_type` and let it read the config.
+
+    Raises:
+        UnsupportedModel: No file here bears that name.
+        CheckpointError: A value of the config is missing or impossible.
+    """
+    model_type = checkpoint.config.get("model_type")
+    read = _families().get(ALIASES.get(str(model_type), str(model_type)))
+    if read is None:
+        known = ", ".join(sorted([*_families(), *ALIASES]))
+        raise UnsupportedModel(
+            f"{checkpoint.folder / 'config.json'}: model_type {model_type!r} is not supported; finback runs {known}"
+        )
+    return read(Fields(checkpoint.config, f"{checkpoint.folder / 'config.json'}: "))
+
+
+def _families() -> dict[str, Callable[[Fields], Layout]]:
+    """Find the families: the modules beside this one that say how to read a config."""
+    found = {}
+    for module in iter_modules(finback.models.__path__):
+        read = getattr(import_module(f"finback.models.{module.name}"), "read_config", None)
+        if read is not None:
+            found[module.name] = read
+    return found

@@ -1,0 +1,145 @@
+"""A routed feed-forward: few of many streamed experts per token, and the resident parts around them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from finback.checkpoint.formats import Array
+from finback.checkpoint.hf import Fields
+from finback.kernels.ops import Activation, Ids, Ops, RouterRule
+from finback.models.base import TokenBatch
+from finback.models.layers import Mlp, Norm, mlp_tensors, read_activation
+from finback.models.weights import TensorSpec, Weights
+from finback.storage.cache import ExpertCache
+
+
+@dataclass(frozen=True, slots=True)
+class MoeShape:
+    """Sizes and rules of a model's routed layers."""
+
+    width: int
+    num_experts: int
+    inner: int
+    latent: int | None  # experts work at this width between two projections
+    latent_norm: bool
+    shared_inner: int  # all shared experts as one; 0 without any
+    activation: Activation
+    rule: RouterRule
+    eps: float
+    first_dense: int
+    every: int
+
+    @classmethod
+    def read(cls, config: Fields) -> "MoeShape":
+        """Read the sizes and the router's rule from a (text) config."""
+        num_experts = config.integer("num_experts", high=1 << 16)
+        inner = config.integer("moe_intermediate_size")
+        groups = config.integer("num_expert_group", 1, high=num_experts)
+        is_sigmoid = config.choice("moe_router_activation_func", ("sigmoid", "softmax")) == "sigmoid"
+        rule = RouterRule(
+            top_k=config.integer("num_experts_per_token", high=num_experts),
+            activation="sigmoid" if is_sigmoid else "softmax",
+            renormalise=config.flag("moe_renormalize"),
+            scale=config.number("routed_scaling_factor", 1.0),
+            num_groups=groups,
+            top_groups=config.integer("topk_group", groups, high=groups),
+        )
+        if num_experts % groups or (num_experts // groups) * rule.top_groups < rule.top_k:
+            raise config.error("num_expert_group", f"of {groups} does not divide {num_experts} experts usefully")
+        latent = config.integer("routed_expert_hidden_size") if config.has("routed_expert_hidden_size") else None
+        return cls(
+            width=config.integer("hidden_size"),
+            num_experts=num_experts,
+            inner=inner,
+            latent=latent,
+            latent_norm=latent is not None and config.flag("latent_moe_use_norm"),
+            shared_inner=inner * config.integer("num_shared_experts", 0, low=0, high=1024),
+            activation=read_activation(config),
+            rule=rule,
+            eps=config.number("rms_norm_eps", low=0.0, high=1.0),
+            first_dense=config.integer("first_k_dense_replace", 0, low=0),
+            every=config.integer("moe_layer_freq", 1),
+        )
+
+    def is_routed(self, layer: int) -> bool:
+        """Tell whether a layer is routed or dense."""
+        return layer >= self.first_dense and layer % self.every == 0
+
+    def tensors(self, prefix: str, layer: int) -> Iterator[TensorSpec]:
+        """List the tensors of one routed layer, experts last."""
+        yield TensorSpec(f"{prefix}gate.weight", (self.num_experts, self.width), "router")
+        yield TensorSpec(f"{prefix}gate.e_score_correction_bias", (self.num_experts,), "router", "F32")
+        if self.latent is not None:
+            yield TensorSpec(f"{prefix}routed_expert_down_proj.weight", (self.latent, self.width), "latent")
+            yield TensorSpec(f"{prefix}routed_expert_up_proj.weight", (self.width, self.latent), "latent")
+        if self.latent_norm:
+            yield TensorSpec(f"{prefix}routed_expert_norm.weight", (self.latent or self.width,), "latent")
+        if self.shared_inner:
+            yield from mlp_tensors(f"{prefix}shared_experts.", self.width, self.shared_inner, "shared expert")
+        outer = self.latent or self.width
+        shapes = {"w1": (self.inner, outer), "w2": (outer, self.inner), "w3": (self.inner, outer)}
+        for expert in range(self.num_experts):
+            for name, shape in shapes.items():
+                full = f"{prefix}experts.{expert}.{name}.weight"
+                yield TensorSpec(full, shape, "expert", expert=(layer, expert))
+
+
+class Router:
+    """Chooses experts for each row."""
+
+    def __init__(self, rule: RouterRule, weights: Weights, prefix: str, ops: Ops) -> None:
+        """Load the scores' matrix and the correction bias."""
+        self._rule, self._ops = rule, ops
+        self._gate = weights.matrix(f"{prefix}gate.weight")
+        self._bias = weights.vector(f"{prefix}gate.e_score_correction_bias")
+
+    def __call__(self, u: Array) -> tuple[Ids, Array]:
+        """Give ids (T, k), best first, and weights (T, k)."""
+        return self._ops.route(self._ops.linear(u, self._gate), self._bias, self._rule)
+
+
+class Moe:
+    """One routed layer: w1 is gate, w3 up, w2 down."""
+
+    def __init__(
+        self, shape: MoeShape, layer: int, weights: Weights, prefix: str, experts: ExpertCache, ops: Ops
+    ) -> None:
+        """Load all but the experts, which come through the cache when a step needs them."""
+        self.shape, self.layer, self._experts, self._ops = shape, layer, experts, ops
+        self._router = Router(shape.rule, weights, prefix, ops)
+        self._has_latent = shape.latent is not None
+        if self._has_latent:
+            self._down = weights.matrix(f"{prefix}routed_expert_down_proj.weight")
+            self._up = weights.matrix(f"{prefix}routed_expert_up_proj.weight")
+        self._norm = Norm(weights, f"{prefix}routed_expert_norm.weight", shape.eps, ops) if shape.latent_norm else None
+        has_shared = shape.shared_inner > 0
+        self._shared = Mlp(shape.activation, weights, f"{prefix}shared_experts.", ops) if has_shared else None
+
+    def __call__(self, u: Array, tokens: TokenBatch) -> Array:
+        """Compute rows (T, D) -> (T, D); each expert is read at most once whatever T is."""
+        ops = self._ops
+        ids, shares = self._router(u)
+        if tokens.probe is not None:
+            tokens.probe.routed(self.layer, ids, shares)
+        y = self._routed(ops.linear(u, self._down) if self._has_latent else u, ids, shares)
+        if self._norm is not None:
+            y = self._norm(y)
+        if self._has_latent:
+            y = ops.linear(y, self._up)
+        return y if self._shared is None else y + self._shared(u)
+
+    def _routed(self, z: Array, ids: Ids, shares: Array) -> Array:
+        parts = np.empty((*ids.shape, z.shape[1]), np.float32)  # (T, k, D)
+        # Sorted so that experts lying side by side in a file are read one after the other.
+        union = np.unique(ids).tolist()
+        with self._experts.lease(self.layer, union) as lease:
+            for expert in union:
+                rows, places = np.nonzero(ids == expert)
+                w = lease[expert]
+                parts[rows, places] = self._ops.expert(z[rows], w["w1"], w["w2"], w["w3"], self.shape.activation)
+        # Summed in the router's order, whatever order the experts were computed in.
+        out = shares[:, 0, None] * parts[:, 0]
+        for place in range(1, ids.shape[1]):
+            out += shares[:, place, None] * parts[:, place]
+        return out

@@ -1,0 +1,126 @@
+"""Kimi K3, text model: KDA and gated MLA under block attention residuals, latent MoE, SiTU."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from finback.checkpoint.formats import Array
+from finback.checkpoint.hf import Fields
+from finback.kernels.ops import Ops
+from finback.models.attention import Mla
+from finback.models.base import ModelShape, TokenBatch
+from finback.models.delta import Kda
+from finback.models.experts import Moe
+from finback.models.kimi import KimiLayout, attention_of, feed_forward_of
+from finback.models.layers import Mlp, Norm
+from finback.models.state import SequenceState
+from finback.models.weights import TensorSpec, Weights
+from finback.storage.cache import ExpertCache
+
+PREFIX = "language_model."
+FOLDS = ("self_attention_res", "mlp_res")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """K3's reading of a config: the shared Kimi parts and the residual blocks."""
+
+    kimi: KimiLayout
+    block: int
+    skipped: tuple[str, ...] = ("vision_tower.", "mm_projector.")
+
+    @property
+    def shape(self) -> ModelShape:
+        """Say what the config alone tells."""
+        return self.kimi.shape
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """List every tensor of the text model."""
+        width = self.kimi.width
+        yield from self.kimi.tensors()
+        for layer in range(self.kimi.num_layers):
+            for fold in FOLDS:
+                yield from _fold_tensors(f"{PREFIX}model.layers.{layer}.{fold}", width)
+        yield from _fold_tensors(f"{PREFIX}model.output_attn_res", width)
+
+    def build(self, weights: Weights, experts: ExpertCache, ops: Ops) -> "KimiK3":
+        """Load what stays in memory and make the model."""
+        return KimiK3(self, weights, experts, ops)
+
+
+def read_config(config: Fields) -> Layout:
+    """Read a `config.json` whose `text_config` is the model's.
+
+    Raises:
+        CheckpointError: A value is missing or impossible.
+    """
+    text = config.section("text_config")
+    return Layout(KimiLayout.read(text, PREFIX), text.integer("attn_res_block_size"))
+
+
+def _fold_tensors(name: str, width: int) -> Iterator[TensorSpec]:
+    yield TensorSpec(f"{name}_norm.weight", (width,), "residual")
+    yield TensorSpec(f"{name}_proj.weight", (1, width), "residual")
+
+
+class Fold:
+    """One attention residual: a softmax over the banked block starts and the running sum."""
+
+    def __init__(self, weights: Weights, name: str, eps: float, ops: Ops) -> None:
+        """Load norm and projection, which occur only as their product."""
+        norm, proj = weights.vector(f"{name}_norm.weight"), weights.vector(f"{name}_proj.weight")
+        self._weight, self._eps, self._ops = norm * proj.reshape(-1), eps, ops
+
+    def __call__(self, bank: list[Array], x: Array) -> Array:
+        """Mix entries, each (T, D), into one."""
+        return self._ops.mix([*bank, x], self._weight, self._eps)
+
+
+class Layer:
+    """One decoder layer's parts."""
+
+    def __init__(self, layout: Layout, index: int, weights: Weights, experts: ExpertCache, ops: Ops) -> None:
+        """Load the layer's resident weights."""
+        kimi, prefix = layout.kimi, f"{PREFIX}model.layers.{index}."
+        self.is_block_start = index % layout.block == 0
+        self.attention_fold, self.feed_fold = (Fold(weights, prefix + n, kimi.eps, ops) for n in FOLDS)
+        self.attention_norm = Norm(weights, f"{prefix}input_layernorm.weight", kimi.eps, ops)
+        self.feed_norm = Norm(weights, f"{prefix}post_attention_layernorm.weight", kimi.eps, ops)
+        self.attend: Kda | Mla = attention_of(kimi, index, weights, ops)
+        self.feed: Moe | Mlp = feed_forward_of(kimi, index, weights, experts, ops)
+
+
+class KimiK3:
+    """The model."""
+
+    def __init__(self, layout: Layout, weights: Weights, experts: ExpertCache, ops: Ops) -> None:
+        """Load everything but the experts."""
+        self.shape, self._ops, eps = layout.shape, ops, layout.kimi.eps
+        self._embedding, self._head = layout.kimi.load_ends(weights)
+        self._layers = [Layer(layout, i, weights, experts, ops) for i in range(layout.kimi.num_layers)]
+        self._output_fold = Fold(weights, f"{PREFIX}model.output_attn_res", eps, ops)
+        self._norm = Norm(weights, f"{PREFIX}model.norm.weight", eps, ops)
+
+    def new_state(self) -> SequenceState:
+        """Make the memory of a sequence that has seen nothing."""
+        return SequenceState([layer.attend.new_state() for layer in self._layers])
+
+    def forward(self, tokens: TokenBatch) -> Array:
+        """Push rows through all layers: -> logits (R, V).
+
+        The bank of block starts begins empty for every token: it is no state.
+        """
+        x, bank = self._ops.embed(tokens.ids, self._embedding), list[Array]()  # (T, D)
+        for index, layer in enumerate(self._layers):
+            h = layer.attention_fold(bank, x) if bank else x
+            if layer.is_block_start:
+                bank.append(x)  # the raw running sum, not h
+            a = layer.attend(layer.attention_norm(h), tokens)
+            x = a if layer.is_block_start else x + a
+            x = x + layer.feed(layer.feed_norm(layer.feed_fold(bank, x)), tokens)
+            if tokens.probe is not None:
+                tokens.probe.hidden(index, x)
+        rows = np.asarray(tokens.wanted)
+        x = self._output_fold([entry[rows] for entry in bank], x[rows])
+        return self._ops.linear(self._norm(x), self._head)  # (R, V)

@@ -1,0 +1,86 @@
+"""Kimi-Linear: KDA and MLA with plain residuals, full-width experts, SiLU."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from finback.checkpoint.formats import Array
+from finback.checkpoint.hf import Fields
+from finback.kernels.ops import Ops
+from finback.models.attention import Mla
+from finback.models.base import ModelShape, TokenBatch
+from finback.models.delta import Kda
+from finback.models.experts import Moe
+from finback.models.kimi import KimiLayout, attention_of, feed_forward_of
+from finback.models.layers import Mlp, Norm
+from finback.models.state import SequenceState
+from finback.models.weights import TensorSpec, Weights
+from finback.storage.cache import ExpertCache
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Kimi-Linear's reading of a config."""
+
+    kimi: KimiLayout
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> ModelShape:
+        """Say what the config alone tells."""
+        return self.kimi.shape
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """List every tensor of the model."""
+        return self.kimi.tensors()
+
+    def build(self, weights: Weights, experts: ExpertCache, ops: Ops) -> "KimiLinear":
+        """Load what stays in memory and make the model."""
+        return KimiLinear(self, weights, experts, ops)
+
+
+def read_config(config: Fields) -> Layout:
+    """Read a flat `config.json`.
+
+    Raises:
+        CheckpointError: A value is missing or impossible.
+    """
+    if config.has("attn_res_block_size"):
+        raise config.error("attn_res_block_size", "is set, which this family does not have")
+    return Layout(KimiLayout.read(config, ""))
+
+
+class Layer:
+    """One decoder layer's parts."""
+
+    def __init__(self, layout: Layout, index: int, weights: Weights, experts: ExpertCache, ops: Ops) -> None:
+        """Load the layer's resident weights."""
+        kimi, prefix = layout.kimi, f"model.layers.{index}."
+        self.attention_norm = Norm(weights, f"{prefix}input_layernorm.weight", kimi.eps, ops)
+        self.feed_norm = Norm(weights, f"{prefix}post_attention_layernorm.weight", kimi.eps, ops)
+        self.attend: Kda | Mla = attention_of(kimi, index, weights, ops)
+        self.feed: Moe | Mlp = feed_forward_of(kimi, index, weights, experts, ops)
+
+
+class KimiLinear:
+    """The model."""
+
+    def __init__(self, layout: Layout, weights: Weights, experts: ExpertCache, ops: Ops) -> None:
+        """Load everything but the experts."""
+        self.shape, self._ops = layout.shape, ops
+        self._embedding, self._head = layout.kimi.load_ends(weights)
+        self._layers = [Layer(layout, i, weights, experts, ops) for i in range(layout.kimi.num_layers)]
+        self._norm = Norm(weights, "model.norm.weight", layout.kimi.eps, ops)
+
+    def new_state(self) -> SequenceState:
+        """Make the memory of a sequence that has seen nothing."""
+        return SequenceState([layer.attend.new_state() for layer in self._layers])
+
+    def forward(self, tokens: TokenBatch) -> Array:
+        """Push rows through all layers: -> logits (R, V)."""
+        x = self._ops.embed(tokens.ids, self._embedding)  # (T, D)
+        for index, layer in enumerate(self._layers):
+            x = x + layer.attend(layer.attention_norm(x), tokens)
+            x = x + layer.feed(layer.feed_norm(x), tokens)
+            if tokens.probe is not None:
+                tokens.probe.hidden(index, x)
+        return self._ops.linear(self._norm(x[tokens.wanted]), self._head)  # (R, V)

@@ -1,0 +1,61 @@
+"""One sequence's memory: per layer either a recurrent matrix with its convolution rows, or latent rows."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from finback.checkpoint.formats import Array
+
+
+@dataclass(slots=True)
+class RecurrentState:
+    """What a delta-attention layer remembers: a fixed number of bytes, float32."""
+
+    matrix: Array  # (H, K, K), key by value
+    history: dict[str, Array]  # the last inputs of each short convolution, (J-1, C)
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the bytes held."""
+        return self.matrix.nbytes + sum(rows.nbytes for rows in self.history.values())
+
+
+class LatentState:
+    """What a latent-attention layer remembers: one row a token, float32."""
+
+    def __init__(self, width: int) -> None:
+        """Start with no rows of `width` values."""
+        self._buffer = np.empty((0, width), np.float32)
+        self.length = 0
+
+    def append(self, rows: Array) -> Array:
+        """Add rows (T, width) and give all rows so far (S, width), a view valid until the next append."""
+        needed = self.length + len(rows)
+        if needed > len(self._buffer):
+            grown = np.empty((max(needed, 2 * len(self._buffer), 64), self._buffer.shape[1]), np.float32)
+            grown[: self.length] = self._buffer[: self.length]
+            self._buffer = grown
+        self._buffer[self.length : needed] = rows
+        self.length = needed
+        return self._buffer[:needed]
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the bytes held, room for later rows included."""
+        return self._buffer.nbytes
+
+
+LayerState = RecurrentState | LatentState
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """All layers' memory of one sequence after `position` tokens. Belongs to its sequence."""
+
+    layers: list[LayerState]
+    position: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the bytes of all layers."""
+        return sum(layer.num_bytes for layer in self.layers)

@@ -1,0 +1,1 @@
+"""Bytes into memory; knows no model."""
