@@ -4,14 +4,15 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from finback.errors import RequestError, UsageError
 
 MAX_SEED = 2**64 - 1
+T = TypeVar("T")
 
 
-def with_known_options[T](cls: type[T], options: Mapping[str, Any], error: type[Exception]) -> T:
+def with_known_options(cls: type[T], options: Mapping[str, Any], error: type[Exception]) -> T:
     """Make a dataclass from keyword options, refusing unknown names with the known ones listed."""
     known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for name in options:

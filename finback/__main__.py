@@ -1,0 +1,5 @@
+"""`python -m finback` is the `finback` command."""
+
+from finback.cli.main import main
+
+main()

@@ -1,0 +1,72 @@
+"""The `finback` command: registers the verbs, turns errors into one line and an exit code."""
+
+import logging
+import sys
+from typing import Annotated
+
+import typer
+
+from finback import __version__
+from finback.cli import chat, inspect, list_models, output, run
+from finback.errors import FinbackError
+
+app = typer.Typer(
+    name="finback",
+    help="Run mixture-of-experts language models larger than memory, straight from their published files.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run")(run.run)
+app.command("chat")(chat.chat)
+app.command("inspect")(inspect.inspect)
+app.command("list")(list_models.list_models)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from finback.kernels.cpu import compiler
+
+        output.data(f"finback {__version__} (native library: {compiler() or 'not built'})")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens.")] = False,
+) -> None:
+    """Set what all commands share."""
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, format="%(levelname)s %(message)s")
+
+
+def main() -> None:
+    """Run the command line; exits with 0 ok, 1 failure, 2 usage, 3 model, 4 does not fit, 130 interrupted."""
+    sys.exit(exit_code_of())
+
+
+def exit_code_of() -> int:
+    """Run the command line and give its exit code; no traceback reaches a user."""
+    try:
+        app(standalone_mode=True)
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else 0
+    except FinbackError as error:
+        output.talk(f"finback: {error}")
+        return error.exit_code
+    except BrokenPipeError:
+        output.close_quietly()
+        return 1
+    except KeyboardInterrupt:
+        output.talk("")
+        return 130
+    except MemoryError:
+        output.talk("finback: out of memory; close other programs or choose a smaller model")
+        return 4
+    except OSError as error:
+        output.talk(f"finback: {error.filename or 'the system'}: {error.strerror or error}")
+        return 1
+    return 0

@@ -1,0 +1,1 @@
+"""Sequences through a model."""

@@ -1,0 +1,41 @@
+"""One request on its way: its tokens, its state, why it ended."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from finback.config import SamplingParams
+from finback.models.state import SequenceState
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(slots=True)
+class Sequence:
+    """A request inside the engine. It has computed `state.position` of its `tokens`.
+
+    A sequence with tokens to catch up is computed in the next step; prompt and answer do not differ.
+    """
+
+    number: int
+    prompt_length: int
+    tokens: list[int]
+    sampling: SamplingParams
+    seed: int
+    state: SequenceState
+    max_length: int  # of prompt and answer together
+    stop_ids: frozenset[int]
+    finish_reason: FinishReason | None = None
+
+    @property
+    def behind(self) -> int:
+        """Count the tokens not computed yet."""
+        return len(self.tokens) - self.state.position
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one sequence gained by a step."""
+
+    number: int
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None

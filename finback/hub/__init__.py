@@ -1,0 +1,1 @@
+"""Fetching checkpoints, and where they live."""

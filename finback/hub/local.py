@@ -1,0 +1,73 @@
+"""Which models are on this machine: the embedded one, finback's own folder, and the Hugging Face cache."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from platformdirs import user_data_path
+
+from finback.checkpoint.hf import read_json
+from finback.errors import CheckpointError
+
+STORYTELLER = Path(__file__).resolve().parent.parent / "data" / "storyteller"
+MODELS_VARIABLE = "FINBACK_MODELS"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model folder and the name it can be called by."""
+
+    name: str
+    folder: Path
+    model_type: str
+    num_bytes: int  # of its .safetensors files
+
+
+def models_folder() -> Path:
+    """Name the folder for models: FINBACK_MODELS, or a place for application data."""
+    chosen = os.environ.get(MODELS_VARIABLE)
+    return Path(chosen) if chosen else user_data_path("finback") / "models"
+
+
+def list_models() -> list[LocalModel]:
+    """Find every folder with a readable config, the embedded model first."""
+    found = [_describe("storyteller", STORYTELLER)]
+    found += [_describe(name, folder) for name, folder in _candidates()]
+    return [model for model in found if model is not None]
+
+
+def find_model(name: str | Path) -> Path:
+    """Give the folder of a model, from a path or from a name in `list_models`.
+
+    Raises:
+        CheckpointError: Neither is there; the known names are listed.
+    """
+    folder = Path(name).expanduser()
+    if folder.exists():
+        return folder
+    models = list_models()
+    for model in models:
+        if model.name == str(name):
+            return model.folder
+    known = ", ".join(model.name for model in models)
+    raise CheckpointError(f"{name}: no such folder, and no model of that name on this machine (there are: {known})")
+
+
+def _candidates() -> Iterator[tuple[str, Path]]:
+    own = models_folder()
+    if own.is_dir():
+        for folder in sorted(own.iterdir()):
+            yield folder.name, folder
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "hub"
+    for folder in sorted(home.glob("models--*/snapshots/*")):
+        yield folder.parent.parent.name.removeprefix("models--").replace("--", "/"), folder
+
+
+def _describe(name: str, folder: Path) -> LocalModel | None:
+    try:
+        model_type = read_json(folder / "config.json").get("model_type")
+    except CheckpointError:
+        return None
+    files = [path for path in folder.glob("*.safetensors") if path.exists()]
+    return LocalModel(name, folder, str(model_type), sum(path.stat().st_size for path in files))

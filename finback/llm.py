@@ -1,0 +1,267 @@
+"""The Python face: load a model, then generate, stream, chat, tokenize, or get logits."""
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from finback.checkpoint.formats import Array
+from finback.checkpoint.hf import read_json, stop_ids
+from finback.checkpoint.index import open_checkpoint
+from finback.config import EngineConfig, SamplingParams, with_known_options
+from finback.engine.engine import Engine
+from finback.engine.sequence import FinishReason
+from finback.errors import RequestError, UsageError
+from finback.hub.local import STORYTELLER, find_model
+from finback.kernels.reference import Reference
+from finback.models.loading import load_model
+from finback.spans import Spans
+from finback.text.chat import ChatFormat, ChatOptions, load_chat
+from finback.text.parse import ParsedMessage, Piece, collect
+from finback.text.stream import StopStrings, TextStream
+from finback.text.tokenizer import load_tokenizer, read_tokenizer_config
+from finback.text.xtml import Message
+
+RAW_MAX_TOKENS = 256  # a bare text has no end of its own
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
+
+
+@dataclass(slots=True)
+class RunStats:
+    """What one answer cost. Seconds of reading are those with a read under way."""
+
+    prompt_tokens: int = 0
+    tokens: int = 0
+    prompt_s: float = 0.0
+    decode_s: float = 0.0
+    compute_s: float = 0.0
+    read_s: float = 0.0
+    bytes_read: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Rate of the answer's tokens after the first, which belongs to the prompt."""
+        return (self.tokens - 1) / self.decode_s if self.decode_s > 0 and self.tokens > 1 else 0.0
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes read for each token of the answer, the prompt's share included."""
+        return self.bytes_read / max(1, self.tokens)
+
+
+@dataclass(slots=True)
+class Completion:
+    """A finished answer. `token_ids` includes the stop token, `text` does not."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    seed: int = 0
+    stats: RunStats = field(default_factory=RunStats)
+
+
+@dataclass(slots=True)
+class ChatCompletion(Completion):
+    """A finished chat answer; `text` is everything the model wrote outside its structure."""
+
+    message: ParsedMessage = field(default_factory=ParsedMessage)
+
+
+class LLM:
+    """A model folder, loaded. Use it as a context manager, or close it."""
+
+    def __init__(self, path: str | Path | None = None, **options: Any) -> None:
+        """Check the folder and load what stays in memory.
+
+        Args:
+            path: A model folder, a name from `finback list`, or nothing for the embedded storyteller.
+            options: Fields of `EngineConfig`; none of them changes a result.
+
+        Raises:
+            CheckpointError: The folder is missing, damaged or of an unsupported kind.
+            UsageError: An option is unknown or out of range.
+        """
+        config = with_known_options(EngineConfig, options, UsageError)
+        self.folder = STORYTELLER if path is None else find_model(path)
+        checkpoint = open_checkpoint(self.folder)
+        self.spans = Spans()
+        with self.spans.span("load"):
+            self._loaded = load_model(checkpoint, Reference(), self.spans, config.expert_cache_bytes)
+            self.tokenizer = load_tokenizer(self.folder)
+            self.chat_format: ChatFormat | None = load_chat(self.folder, self.tokenizer)
+        generation = read_json(path) if (path := self.folder / "generation_config.json").exists() else {}
+        self.sampling = SamplingParams(**{k: generation[k] for k in SAMPLING_KEYS if generation.get(k) is not None})
+        ends = stop_ids(generation, checkpoint.config)
+        named = read_tokenizer_config(self.folder).get("eos_token")
+        if isinstance(named, str) and named in self.tokenizer.specials:
+            ends.append(self.tokenizer.specials[named])
+        self.engine = Engine(self._loaded.model, config, self.spans, ends)
+
+    def generate(self, prompt: str | Sequence[int], **sampling: Any) -> Completion:
+        """Continue a text, or token ids.
+
+        Args:
+            sampling: Fields of `SamplingParams`; what is not given comes from the model's
+                `generation_config.json`, and `max_tokens` is 256.
+
+        Raises:
+            RequestError: The prompt or an option cannot be used.
+        """
+        out = Completion()
+        for text in self.stream(prompt, out, **sampling):
+            out.text += text
+        return out
+
+    def stream(
+        self, prompt: str | Sequence[int], into: Completion | None = None, **sampling: Any
+    ) -> Iterator[str]:
+        """Continue a text and give it piece by piece; ids, end and figures are kept in `into`.
+
+        See `generate`. An unusable prompt or option is refused at once, not at the first piece.
+        """
+        params = self._params({"max_tokens": RAW_MAX_TOKENS} | sampling)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self.engine.check_prompt(ids)
+        return self._text_pieces(ids, params, into if into is not None else Completion())
+
+    def chat(
+        self, messages: Sequence[Message], options: ChatOptions | None = None, **sampling: Any
+    ) -> ChatCompletion:
+        """Answer a conversation in OpenAI's message shape.
+
+        Raises:
+            RequestError: The model has no chat format, or a message or option cannot be used.
+        """
+        out = ChatCompletion()
+        for piece in self.stream_chat(messages, options, out, **sampling):
+            collect(out.message, piece)
+        out.text = out.message.content
+        return out
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions | None = None,
+        into: Completion | None = None,
+        **sampling: Any,
+    ) -> Iterator[Piece]:
+        """Answer a conversation piece by piece; ids, end and figures are kept in `into`.
+
+        Stop strings apply to the content, not to reasoning or calls.
+        """
+        if self.chat_format is None:
+            raise RequestError(f"{self.folder.name} has no chat format; give it plain text to continue (--raw)")
+        options = options or ChatOptions()
+        out = into if into is not None else Completion()
+        params = self._params(sampling)
+        prompt = self.chat_format.encode(messages, options)
+        self.engine.check_prompt(prompt)
+        return self._chat_pieces(prompt, params, self.chat_format, options, out)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Turn text into ids; special strings count as ordinary text."""
+        return self.tokenizer.encode(text)
+
+    def logits(self, token_ids: Sequence[int]) -> Array:
+        """Give the logits after every token: (T,) -> (T, V) float32."""
+        return self.engine.logits(token_ids)
+
+    def close(self) -> None:
+        """Close the model's files."""
+        self._loaded.reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _params(self, sampling: Mapping[str, Any]) -> SamplingParams:
+        defaults = {key: getattr(self.sampling, key) for key in SAMPLING_KEYS}
+        params = with_known_options(SamplingParams, defaults | dict(sampling), RequestError)
+        return params if params.seed is not None else params.replaced(seed=secrets.randbits(32))
+
+    def _text_pieces(self, ids: list[int], params: SamplingParams, out: Completion) -> Iterator[str]:
+        text = TextStream(self.tokenizer, params.stop)
+        with closing(self._tokens(ids, params, out)) as tokens:
+            for token in tokens:
+                if piece := text.push(token):
+                    yield piece
+                if text.is_stopped:
+                    out.finish_reason = "stop"
+                    return
+        if piece := text.finish():
+            yield piece
+
+    def _chat_pieces(
+        self, prompt: list[int], params: SamplingParams, chat: ChatFormat, options: ChatOptions, out: Completion
+    ) -> Iterator[Piece]:
+        parser, stops = chat.parser(options), StopStrings(params.stop)
+        with closing(self._tokens(prompt, params, out)) as tokens:
+            for token in tokens:
+                for piece in parser.push(token):
+                    yield from _until_stop(piece, stops)
+                if stops.is_stopped:
+                    out.finish_reason = "stop"
+                    return
+        for piece in parser.finish():
+            yield from _until_stop(piece, stops)
+        if rest := stops.finish():
+            yield Piece("content", rest)
+
+    def _tokens(self, ids: list[int], params: SamplingParams, out: Completion) -> Iterator[int]:
+        """Run one sequence and give its tokens but the stop token; the rest goes into `out`."""
+        assert params.seed is not None
+        number = self.engine.add(ids, params)
+        out.seed, out.stats.prompt_tokens = params.seed, len(ids)
+        before, start = Snapshot(self.spans), time.perf_counter()
+        try:
+            while out.finish_reason is None:
+                for delta in self.engine.step():
+                    if delta.number != number:
+                        continue
+                    out.token_ids += delta.token_ids
+                    out.finish_reason = delta.finish_reason
+                    before.settle(out, time.perf_counter() - start)
+                    is_stop_token = delta.finish_reason == "stop"
+                    yield from delta.token_ids[: -1 if is_stop_token else None]
+        finally:
+            if self.engine.abort(number) is not None and out.finish_reason is None:
+                out.finish_reason = "abort"
+            before.settle(out, time.perf_counter() - start)
+
+
+class Snapshot:
+    """The engine's totals before an answer, to be subtracted afterwards."""
+
+    def __init__(self, spans: Spans) -> None:
+        """Remember the totals."""
+        self._spans = spans
+        self._step, self._read = spans.seconds["step"], spans.seconds["read"]
+        self._bytes = spans.counts["bytes_read"]
+
+    def settle(self, out: Completion, wall_s: float) -> None:
+        """Write what was spent since into the answer's figures."""
+        stats = out.stats
+        if not stats.tokens:
+            stats.prompt_s = wall_s
+        stats.tokens = len(out.token_ids)
+        stats.decode_s = wall_s - stats.prompt_s
+        stats.read_s = self._spans.seconds["read"] - self._read
+        stats.compute_s = self._spans.seconds["step"] - self._step - stats.read_s
+        stats.bytes_read = self._spans.counts["bytes_read"] - self._bytes
+
+
+def _until_stop(piece: Piece, stops: StopStrings) -> Iterator[Piece]:
+    """Let a piece through, content only up to a stop string and in its order."""
+    text = stops.push(piece.text) if piece.kind == "content" else stops.finish()
+    if text:
+        yield Piece("content", text)
+    if piece.kind != "content" and not stops.is_stopped:
+        yield piece

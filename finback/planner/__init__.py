@@ -1,0 +1,1 @@
+"""What a model needs and what a machine can give."""

@@ -1,0 +1,5 @@
+#include "finback.h"
+
+int32_t finback_abi(void) { return FINBACK_ABI; }
+
+const char *finback_compiler(void) { return __VERSION__; }
