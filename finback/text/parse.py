@@ -3,7 +3,6 @@
 Structure is recognised by token id, never by text: what a model writes inside an element cannot end it.
 """
 
-import itertools
 import json
 import re
 import secrets
@@ -203,8 +202,8 @@ def _argument(text: str, kind: str | None) -> object:
 def parse_answer(parser: Parser, token_ids: list[int]) -> ParsedMessage:
     """Parse a whole answer at once."""
     message = ParsedMessage()
-    pieces = itertools.chain.from_iterable(map(parser.push, token_ids))
-    for piece in itertools.chain(pieces, parser.finish()):
+    pieces = [piece for token_id in token_ids for piece in parser.push(token_id)]
+    for piece in pieces + parser.finish():
         collect(message, piece)
     return message
 

@@ -1,0 +1,50 @@
+"""Unpacking against the definitions, value by value."""
+
+import numpy as np
+import pytest
+
+from finback.checkpoint.formats import FORMATS, Weight, unpack
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def test_mxfp4_every_code_and_scale() -> None:
+    codes = np.arange(256, dtype=np.uint8)  # every pair of nibbles
+    for scale in range(255):
+        packed = codes.reshape(8, 32)
+        scales = np.full((8, 2), scale, np.uint8)
+        got = unpack(Weight("mxfp4", (8, 64), (packed.reshape(-1), scales.reshape(-1))))
+        expected = [
+            (-1.0 if nibble & 8 else 1.0) * E2M1[nibble & 7] * 2.0 ** (scale - 127)
+            for byte in codes.tolist()
+            for nibble in (byte & 15, byte >> 4)
+        ]
+        with np.errstate(over="ignore"):
+            values = np.array(expected, np.float64).astype(np.float32)
+        np.testing.assert_array_equal(got.reshape(-1), values)
+
+
+def test_mxfp4_scales_belong_to_32_columns() -> None:
+    packed = np.full((1, 32), 0x22, np.uint8)  # every value 1.0 before the scale
+    got = unpack(Weight("mxfp4", (1, 64), (packed.reshape(-1), np.array([127, 129], np.uint8))))
+    np.testing.assert_array_equal(got[0], [1.0] * 32 + [4.0] * 32)
+
+
+def test_bf16_is_the_upper_half_of_a_float32() -> None:
+    bits = np.arange(65536, dtype=np.uint32)
+    expected = (bits << 16).view(np.float32)
+    got = unpack(Weight("bf16", (65536,), (bits.astype(np.uint16).view(np.uint8),)))
+    np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("f16", np.float16), ("f32", np.float32)])
+def test_plain_floats(name: str, dtype: type) -> None:
+    values = np.array([[0, -1.5, 65504, 6e-8]], dtype)
+    np.testing.assert_array_equal(
+        unpack(Weight(name, (1, 4), (values.view(np.uint8).reshape(-1),))), values.astype(np.float32)
+    )
+
+
+def test_bytes_of_one_k3_expert() -> None:
+    size = FORMATS["mxfp4"].num_bytes
+    assert 2 * size((3072, 3584)) + size((3584, 3072)) == 17_547_264

@@ -1,0 +1,57 @@
+"""What many tests share: the tiny checkpoints, a copy that may be damaged, writing safetensors by hand."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DATA = Path(__file__).parent / "data"
+TINY = ("tiny-k3", "tiny-kimi-linear")
+
+
+@pytest.fixture(params=TINY)
+def tiny(request: pytest.FixtureRequest) -> Path:
+    """Each tiny checkpoint in turn."""
+    return DATA / str(request.param)
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A copy of tiny-k3 to be damaged."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in (DATA / "tiny-k3").iterdir():
+        if path.name not in ("reference.safetensors", "independent.safetensors"):
+            shutil.copy(path, folder / path.name)
+    return folder
+
+
+def write_safetensors(path: Path, header: Any, data: bytes = b"", *, length: int | None = None) -> Path:
+    """Write a file from a header given as JSON value or raw bytes."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return path
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Change keys of a JSON file; dots step into objects, None removes a key."""
+    value = json.loads(path.read_text())
+    for dotted, new in changes.items():
+        *parents, key = dotted.split("__")
+        target = value
+        for parent in parents:
+            target = target[parent]
+        if new is None:
+            target.pop(key)
+        else:
+            target[key] = new
+    path.write_text(json.dumps(value))
+
+
+def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Split a safetensors file into its header and its data."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]

@@ -1,0 +1,49 @@
+"""Running a model directly, without an engine."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finback.checkpoint.index import open_checkpoint
+from finback.kernels.reference import Reference
+from finback.models.base import Model, Run, TokenBatch
+from finback.models.loading import load_model
+from finback.models.state import SequenceState
+from finback.spans import Spans
+
+
+@dataclass
+class Recorder:
+    """A probe that keeps what it sees."""
+
+    layers: list[np.ndarray] = field(default_factory=list)
+    routes: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def hidden(self, layer: int, x: np.ndarray) -> None:
+        assert layer == len(self.layers)
+        self.layers.append(x.copy())
+
+    def routed(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> None:
+        self.routes[layer] = ids.copy()
+
+
+def load(folder: Path, cache_bytes: int = 1 << 30) -> Model:
+    """Load a model with the reference backend."""
+    return load_model(open_checkpoint(folder), Reference(), Spans(), cache_bytes).model
+
+
+def extend(model: Model, state: SequenceState, ids: Any, probe: Recorder | None = None) -> np.ndarray:
+    """Push ids through a model as one batch: logits of every row."""
+    tokens = np.asarray(ids, np.int64)
+    run = Run(state, 0, len(tokens))
+    out = model.forward(TokenBatch(tokens, (run,), np.arange(len(tokens)), probe))
+    state.position += len(tokens)
+    return out
+
+
+def in_chunks(model: Model, ids: Any, size: int) -> np.ndarray:
+    """Push ids through a model `size` at a time."""
+    state = model.new_state()
+    return np.concatenate([extend(model, state, ids[n : n + size]) for n in range(0, len(ids), size)])

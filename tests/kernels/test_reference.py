@@ -1,0 +1,163 @@
+"""Every operation of the oracle against loops in float64, written from the formulas."""
+
+import math
+
+import numpy as np
+import pytest
+
+from finback.checkpoint.formats import Weight
+from finback.kernels.ops import Activation, RouterRule
+from finback.kernels.reference import Reference
+
+ops = Reference()
+rng = np.random.default_rng(3)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def weight(values: np.ndarray) -> Weight:
+    return Weight("f32", values.shape, (values.reshape(-1).view(np.uint8),))
+
+
+def close(got: np.ndarray, expected: np.ndarray, limit: float = 1e-5) -> None:
+    np.testing.assert_allclose(got, expected, rtol=limit, atol=limit)
+
+
+def test_linear_and_embed() -> None:
+    x, w = normal(5, 33), normal(7, 33)
+    close(ops.linear(x, weight(w)), x.astype(np.float64) @ w.T.astype(np.float64))
+    np.testing.assert_array_equal(ops.embed(np.array([6, 0, 6]), weight(w)), w[[6, 0, 6]])
+
+
+def test_rms_norm() -> None:
+    x, w = normal(3, 8), normal(8)
+    expected = [[v / math.sqrt(np.mean(row.astype(float) ** 2) + 1e-5) for v in row] for row in x]
+    close(ops.rms_norm(x, w, 1e-5), np.array(expected) * w)
+
+
+def test_mix_weighs_raw_entries_by_normalised_scores() -> None:
+    entries, w = [normal(4, 6) for _ in range(3)], normal(6)
+    out = ops.mix(entries, w, 1e-5)
+    for t in range(4):
+        e = [entry[t].astype(float) for entry in entries]
+        s = [float((v / math.sqrt(np.mean(v**2) + 1e-5)) @ w) for v in e]
+        a = np.exp(s) / np.sum(np.exp(s))
+        close(out[t], sum(a[i] * e[i] for i in range(3)))
+
+
+@pytest.mark.parametrize("linear", [25.0, 1.5, None])
+def test_situ(linear: float | None) -> None:
+    g, u = normal(2, 9) * 9, normal(2, 9) * 9
+    gd, ud = g.astype(float), u.astype(float)
+    second = ud if linear is None else linear * np.tanh(ud / linear)
+    expected = 4 * np.tanh(gd / 4) / (1 + np.exp(-gd)) * second
+    close(ops.glu(g, u, Activation("situ", 4.0, linear)), expected)
+
+
+def test_silu() -> None:
+    g, u = normal(2, 9), normal(2, 9)
+    close(ops.glu(g, u, Activation("silu")), g / (1 + np.exp(-g.astype(float))) * u)
+
+
+@pytest.mark.parametrize("far", [1e4, -1e4, 88.0, -120.0])
+def test_sigmoid_does_not_overflow(far: float) -> None:
+    got = ops.sigmoid(np.array([far, 0.0], np.float32))
+    assert got[0] in (0.0, 1.0)
+    assert got[1] == 0.5
+
+
+def test_expert_is_down_of_gated_pair() -> None:
+    x, w1, w3, w2 = normal(3, 4), normal(5, 4), normal(5, 4), normal(4, 5)
+    act = Activation("silu")
+    close(ops.expert(x, weight(w1), weight(w2), weight(w3), act), ops.glu(x @ w1.T, x @ w3.T, act) @ w2.T)
+
+
+def test_short_conv_continues_over_borders() -> None:
+    x, taps = normal(11, 6), normal(6, 4)
+    whole, history = ops.short_conv(x, np.zeros((3, 6), np.float32), taps), np.zeros((3, 6), np.float32)
+    parts = [ops.short_conv(x[a:b], history, taps) for a, b in ((0, 1), (1, 3), (3, 11))]
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+    np.testing.assert_array_equal(history, x[-3:])
+    for t in range(11):
+        for c in range(6):
+            y = sum(float(taps[c, j]) * float(x[t - 3 + j, c]) for j in range(4) if t - 3 + j >= 0)
+            assert abs(whole[t, c] - y / (1 + math.exp(-y))) < 1e-5
+
+
+def test_decay_in_both_forms() -> None:
+    x, a = normal(2, 3, 4) * 5, normal(3)
+    rate = np.exp(a.astype(float))[:, None]
+    close(ops.decay(x, a, -5.0), -5.0 / (1 + np.exp(-rate * x)))
+    close(ops.decay(x, a, None), -rate * np.log1p(np.exp(x.astype(float))))
+
+
+def test_delta_rule_step_by_step() -> None:
+    H, K, T = 2, 5, 6
+    q, k, v = normal(T, H, K), normal(T, H, K), normal(T, H, K)
+    g, beta = -np.abs(normal(T, H, K)), np.abs(normal(T, H))
+    start = normal(H, K, K)
+    state = start.copy()
+    out = ops.delta_rule(q, k, v, g, beta, state)
+    for h in range(H):
+        s = start[h].astype(float)
+        for t in range(T):
+            s = np.diag(np.exp(g[t, h].astype(float))) @ s
+            s = s + beta[t, h] * np.outer(k[t, h], v[t, h] - s.T @ k[t, h])
+            close(out[t, h], s.T @ q[t, h], 1e-4)
+        close(state[h], s, 1e-4)
+
+
+def test_delta_rule_in_pieces_gives_the_same_bits() -> None:
+    args = [normal(7, 2, 4), normal(7, 2, 4), normal(7, 2, 4), -np.abs(normal(7, 2, 4)), np.abs(normal(7, 2))]
+    one, many = np.zeros((2, 4, 4), np.float32), np.zeros((2, 4, 4), np.float32)
+    whole = ops.delta_rule(*args, one)
+    parts = [ops.delta_rule(*(a[n : n + 1] for a in args), many) for n in range(7)]
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+    np.testing.assert_array_equal(one, many)
+
+
+def test_latent_attention_is_attention_over_lifted_rows() -> None:
+    H, N, X, r, M, S, T = 3, 4, 2, 5, 6, 9, 3
+    q, extra, rows, key, value = normal(T, H, N), normal(T, H, X), normal(S, r + X), normal(H, N, r), normal(H, M, r)
+    out = ops.latent_attention(q, extra, rows, key, value, 0.4)
+    for t in range(T):
+        seen = rows[: S - T + t + 1].astype(float)
+        for h in range(H):
+            keys = np.concatenate([seen[:, :r] @ key[h].T, seen[:, r:]], 1)
+            s = np.concatenate([q[t, h], extra[t, h]]) @ keys.T * 0.4
+            p = np.exp(s - s.max()) / np.exp(s - s.max()).sum()
+            close(out[t, h], p @ (seen[:, :r] @ value[h].T), 1e-4)
+
+
+def rule(**changes: object) -> RouterRule:
+    base = {"top_k": 2, "activation": "sigmoid", "renormalise": True, "scale": 1.5}
+    return RouterRule(**(base | changes))  # type: ignore[arg-type]
+
+
+def test_the_router_chooses_with_bias_and_weighs_without() -> None:
+    logits = np.array([[0.0, 1.0, 2.0, -1.0]], np.float32)
+    bias = np.array([0.9, 0.0, 0.0, 0.0], np.float32)
+    ids, weights = ops.route(logits, bias, rule())
+    assert ids.tolist() == [[0, 2]]
+    s = 1 / (1 + np.exp(-np.array([0.0, 2.0])))
+    close(weights[0], 1.5 * s / s.sum())
+
+
+def test_equal_scores_go_to_the_lower_number() -> None:
+    ids, _ = ops.route(np.zeros((1, 6), np.float32), None, rule(top_k=3))
+    assert ids.tolist() == [[0, 1, 2]]
+
+
+def test_groups_are_chosen_by_their_two_best() -> None:
+    logits = np.array([[5.0, -9.0, -9.0, 1.0, 1.0, -9.0]], np.float32)  # two groups of three
+    ids, _ = ops.route(logits, None, rule(num_groups=2, top_groups=1))
+    assert ids.tolist() == [[3, 4]]
+
+
+def test_softmax_without_renormalising() -> None:
+    logits = normal(2, 5)
+    ids, weights = ops.route(logits, None, rule(activation="softmax", renormalise=False, scale=1.0))
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    close(weights, np.take_along_axis(p, ids, -1))
