@@ -19,18 +19,17 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from finback import LLM
 from finback.checkpoint.formats import Array
 from finback.hub.local import STORYTELLER
+from tests.conftest import DATA
 
 WANTED = "the independent check needs the oracle extra: pip install finback[oracle]"
 pytest.importorskip("gguf", reason=WANTED)
 pytest.importorskip("xllamacpp", reason=WANTED)
 
-from safetensors.numpy import load_file  # noqa: E402
-
-from tests.conftest import DATA  # noqa: E402
 from tests.oracle.k3_gguf import write_gguf  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +92,8 @@ def ask_llama_cpp(folder: Path, ids: list[int], tmp_path: Path) -> Theirs:
     model, prompt, answer = tmp_path / "model.gguf", tmp_path / "ids.json", tmp_path / "answer.npz"
     write_gguf(folder, model)
     prompt.write_text(json.dumps(ids))
-    command = [sys.executable, "-m", "tests.oracle.test_llama_cpp", model, prompt, answer]
+    files = [str(model), str(prompt), str(answer)]
+    command = [sys.executable, "-m", "tests.oracle.test_llama_cpp", *files]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
     log = f"exit code {run.returncode}\n{run.stdout[-1000:]}\n{run.stderr[-3000:]}"
     assert run.returncode == 0, f"llama.cpp did not run this file: {log}"

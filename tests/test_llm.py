@@ -1,0 +1,108 @@
+"""The Python face on a tiny checkpoint with random weights."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from finback import LLM, ChatOptions
+from finback.errors import ReadError, RequestError, UsageError
+from tests.conftest import DATA
+
+TINY = DATA / "tiny-k3"
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(TINY)
+
+
+def test_generate_and_stream_agree(llm: LLM) -> None:
+    whole = llm.generate("The whale", max_tokens=12, seed=4)
+    assert "".join(llm.stream("The whale", max_tokens=12, seed=4)) == whole.text
+    assert len(whole.token_ids) == 12
+    assert whole.finish_reason == "length"
+    assert whole.seed == 4
+
+
+def test_ids_are_a_prompt_too(llm: LLM) -> None:
+    ids = llm.tokenize("The whale")
+    assert llm.generate(ids, max_tokens=5, seed=1).token_ids == llm.generate("The whale", max_tokens=5, seed=1).token_ids
+
+
+def test_a_seed_is_chosen_and_told(llm: LLM) -> None:
+    first = llm.generate("x", max_tokens=6)
+    assert llm.generate("x", max_tokens=6, seed=first.seed).token_ids == first.token_ids
+
+
+def test_a_stop_string_ends_a_text(llm: LLM) -> None:
+    whole = llm.generate("x", max_tokens=40, seed=2)
+    stop = whole.text[5:8]
+    cut = llm.generate("x", max_tokens=40, seed=2, stop=(stop,))
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert llm.engine.is_idle
+
+
+def test_logits_of_every_position(llm: LLM) -> None:
+    reference = load_file(TINY / "reference.safetensors")
+    logits = llm.logits(reference["input_ids"].tolist())
+    assert logits.dtype == np.float32
+    assert np.abs(logits - reference["logits_f64"]).max() < 1e-3
+
+
+def test_chat_gives_a_message(llm: LLM) -> None:
+    question = [{"role": "user", "content": "Hello"}]
+    out = llm.chat(question, ChatOptions(thinking=False), max_tokens=8, seed=1)
+    assert out.message.content == out.text
+    assert len(out.token_ids) == 8
+    assert out.stats.prompt_tokens == len(llm.chat_format.encode(question, ChatOptions(thinking=False)))  # type: ignore[union-attr]
+
+
+def test_figures_add_up(llm: LLM) -> None:
+    stats = llm.generate("x", max_tokens=10, seed=1).stats
+    assert stats.tokens == 10
+    assert stats.compute_s + stats.read_s <= stats.prompt_s + stats.decode_s
+    fresh = LLM(TINY, expert_cache_bytes=0).generate("x", max_tokens=10, seed=1).stats
+    # 8 routed layers, 4 of 16 experts of 9,792 bytes each; the last token is not computed.
+    assert fresh.bytes_read == 10 * 8 * 4 * 9_792
+
+
+def test_leaving_a_stream_early_frees_its_sequence(llm: LLM) -> None:
+    stream = llm.stream("x", max_tokens=50)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert llm.engine.is_idle
+
+
+def test_the_same_text_whatever_the_cache_and_the_rows(llm: LLM) -> None:
+    expected = llm.generate("The whale and the sea", max_tokens=15, seed=9).token_ids
+    with LLM(TINY, expert_cache_bytes=0, max_rows=2) as other:
+        assert other.generate("The whale and the sea", max_tokens=15, seed=9).token_ids == expected
+
+
+def test_unknown_options_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="unknown option 'temprature'; choose from max_tokens"):
+        llm.generate("x", temprature=1)
+    with pytest.raises(UsageError, match="unknown option 'threads'"):
+        LLM(TINY, threads=2)
+    with pytest.raises(UsageError, match="max_rows must be"):
+        LLM(TINY, max_rows=0)
+
+
+def test_bad_prompts_are_refused_at_once(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        llm.stream("")
+    with pytest.raises(RequestError, match="unknown role"):
+        llm.stream_chat([{"role": "x"}])
+
+
+def test_a_file_that_shrinks_while_in_use_is_named(broken: Path) -> None:
+    llm = LLM(broken, expert_cache_bytes=0)
+    for path in broken.glob("model-0000[2-9]*"):
+        with path.open("r+b") as file:
+            file.truncate(200)
+    with pytest.raises(ReadError, match=r"model-00002.*it shrank while in use"):
+        llm.generate("x")
+    assert llm.engine.is_idle
