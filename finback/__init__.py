@@ -10,7 +10,15 @@ if TYPE_CHECKING:
     from finback.text.chat import ChatOptions
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "ChatCompletion", "ChatOptions", "Completion", "EngineConfig", "FinbackError", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "ChatCompletion",
+    "ChatOptions",
+    "Completion",
+    "EngineConfig",
+    "FinbackError",
+    "SamplingParams",
+]
 
 _HOMES = {
     "LLM": "finback.llm",

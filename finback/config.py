@@ -1,4 +1,4 @@
-"""Options of a run: frozen, checked once when made. Light to import: the command line reads defaults here."""
+"""Options of a run: frozen, checked once when made. Light to import."""
 
 import dataclasses
 import math
@@ -25,7 +25,9 @@ def with_known_options(cls: type[T], options: Mapping[str, Any], error: type[Exc
 class EngineConfig:
     """How the engine may use the machine. None of it changes a result."""
 
-    max_rows: int = field(default=256, metadata={"help": "tokens computed in one pass over the layers"})
+    max_rows: int = field(
+        default=256, metadata={"help": "tokens computed in one pass over the layers"}
+    )
     max_sequences: int = field(default=64, metadata={"help": "sequences computed together"})
     expert_cache_bytes: int = field(default=1 << 30, metadata={"help": "experts kept in memory"})
 

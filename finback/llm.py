@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from finback.checkpoint.index import open_checkpoint
 from finback.config import EngineConfig, SamplingParams, with_known_options
 from finback.engine.engine import Engine
 from finback.engine.sequence import FinishReason
-from finback.errors import RequestError, UsageError
+from finback.errors import CheckpointError, RequestError, UsageError
 from finback.hub.local import STORYTELLER, find_model
 from finback.kernels.reference import Reference
 from finback.models.loading import load_model
@@ -78,7 +78,7 @@ class LLM:
         """Check the folder and load what stays in memory.
 
         Args:
-            path: A model folder, a name from `finback list`, or nothing for the embedded storyteller.
+            path: A model folder, a name from `finback list`, or None for the storyteller.
             options: Fields of `EngineConfig`; none of them changes a result.
 
         Raises:
@@ -90,11 +90,15 @@ class LLM:
         checkpoint = open_checkpoint(self.folder)
         self.spans = Spans()
         with self.spans.span("load"):
-            self._loaded = load_model(checkpoint, Reference(), self.spans, config.expert_cache_bytes)
+            self._loaded = load_model(
+                checkpoint, Reference(), self.spans, config.expert_cache_bytes
+            )
             self.tokenizer = load_tokenizer(self.folder)
             self.chat_format: ChatFormat | None = load_chat(self.folder, self.tokenizer)
-        generation = read_json(path) if (path := self.folder / "generation_config.json").exists() else {}
-        self.sampling = SamplingParams(**{k: generation[k] for k in SAMPLING_KEYS if generation.get(k) is not None})
+        generation = (
+            read_json(path) if (path := self.folder / "generation_config.json").exists() else {}
+        )
+        self.sampling = _default_sampling(generation)
         ends = stop_ids(generation, checkpoint.config)
         named = read_tokenizer_config(self.folder).get("eos_token")
         if isinstance(named, str) and named in self.tokenizer.specials:
@@ -154,7 +158,9 @@ class LLM:
         Stop strings apply to the content, not to reasoning or calls.
         """
         if self.chat_format is None:
-            raise RequestError(f"{self.folder.name} has no chat format; give it plain text to continue (--raw)")
+            raise RequestError(
+                f"{self.folder.name} has no chat format; give it plain text to continue (--raw)"
+            )
         options = options or ChatOptions()
         out = into if into is not None else Completion()
         params = self._params(sampling)
@@ -178,7 +184,10 @@ class LLM:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -187,7 +196,9 @@ class LLM:
         params = with_known_options(SamplingParams, defaults | dict(sampling), RequestError)
         return params if params.seed is not None else params.replaced(seed=secrets.randbits(32))
 
-    def _text_pieces(self, ids: list[int], params: SamplingParams, out: Completion) -> Iterator[str]:
+    def _text_pieces(
+        self, ids: list[int], params: SamplingParams, out: Completion
+    ) -> Iterator[str]:
         text = TextStream(self.tokenizer, params.stop)
         with closing(self._tokens(ids, params, out)) as tokens:
             for token in tokens:
@@ -200,7 +211,12 @@ class LLM:
             yield piece
 
     def _chat_pieces(
-        self, prompt: list[int], params: SamplingParams, chat: ChatFormat, options: ChatOptions, out: Completion
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        chat: ChatFormat,
+        options: ChatOptions,
+        out: Completion,
     ) -> Iterator[Piece]:
         parser, stops = chat.parser(options), StopStrings(params.stop)
         with closing(self._tokens(prompt, params, out)) as tokens:
@@ -215,7 +231,7 @@ class LLM:
         if rest := stops.finish():
             yield Piece("content", rest)
 
-    def _tokens(self, ids: list[int], params: SamplingParams, out: Completion) -> Iterator[int]:
+    def _tokens(self, ids: list[int], params: SamplingParams, out: Completion) -> Generator[int]:
         """Run one sequence and give its tokens but the stop token; the rest goes into `out`."""
         assert params.seed is not None
         number = self.engine.add(ids, params)
@@ -256,6 +272,17 @@ class Snapshot:
         stats.read_s = self._spans.seconds["read"] - self._read
         stats.compute_s = self._spans.seconds["step"] - self._step - stats.read_s
         stats.bytes_read = self._spans.counts["bytes_read"] - self._bytes
+
+
+def _default_sampling(generation: Mapping[str, Any]) -> SamplingParams:
+    """Take a model's recommended sampling, as far as its generation config gives any."""
+    given = {key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None}
+    if generation.get("do_sample") is False:
+        given["temperature"] = 0.0
+    try:
+        return SamplingParams(**given)
+    except RequestError as error:
+        raise CheckpointError(f"generation_config.json: {error}") from error
 
 
 def _until_stop(piece: Piece, stops: StopStrings) -> Iterator[Piece]:

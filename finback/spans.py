@@ -1,7 +1,7 @@
-"""Where the seconds and bytes of a run went. Adding up is all it does; it knows no model and no file."""
+"""Where the seconds and bytes of a run went. It only adds up; it knows no model and no file."""
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,7 +11,7 @@ class Spans:
 
     def __init__(self) -> None:
         """Start with nothing measured."""
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.counts: Counter[str] = Counter()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What many tests share: the tiny checkpoints, a copy that may be damaged, writing safetensors by hand."""
+"""What many tests share: tiny checkpoints, a copy that may be damaged, safetensors by hand."""
 
 import json
 import shutil
@@ -28,7 +28,9 @@ def broken(tmp_path: Path) -> Path:
     return folder
 
 
-def write_safetensors(path: Path, header: Any, data: bytes = b"", *, length: int | None = None) -> Path:
+def write_safetensors(
+    path: Path, header: Any, data: bytes = b"", *, length: int | None = None
+) -> Path:
     """Write a file from a header given as JSON value or raw bytes."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)

@@ -34,7 +34,9 @@ def load(folder: Path, cache_bytes: int = 1 << 30) -> Model:
     return load_model(open_checkpoint(folder), Reference(), Spans(), cache_bytes).model
 
 
-def extend(model: Model, state: SequenceState, ids: Any, probe: Recorder | None = None) -> np.ndarray:
+def extend(
+    model: Model, state: SequenceState, ids: Any, probe: Recorder | None = None
+) -> np.ndarray:
     """Push ids through a model as one batch: logits of every row."""
     tokens = np.asarray(ids, np.int64)
     run = Run(state, 0, len(tokens))
@@ -46,4 +48,6 @@ def extend(model: Model, state: SequenceState, ids: Any, probe: Recorder | None 
 def in_chunks(model: Model, ids: Any, size: int) -> np.ndarray:
     """Push ids through a model `size` at a time."""
     state = model.new_state()
-    return np.concatenate([extend(model, state, ids[n : n + size]) for n in range(0, len(ids), size)])
+    return np.concatenate(
+        [extend(model, state, ids[n : n + size]) for n in range(0, len(ids), size)]
+    )

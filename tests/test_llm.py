@@ -28,7 +28,10 @@ def test_generate_and_stream_agree(llm: LLM) -> None:
 
 def test_ids_are_a_prompt_too(llm: LLM) -> None:
     ids = llm.tokenize("The whale")
-    assert llm.generate(ids, max_tokens=5, seed=1).token_ids == llm.generate("The whale", max_tokens=5, seed=1).token_ids
+    assert (
+        llm.generate(ids, max_tokens=5, seed=1).token_ids
+        == llm.generate("The whale", max_tokens=5, seed=1).token_ids
+    )
 
 
 def test_a_seed_is_chosen_and_told(llm: LLM) -> None:
@@ -57,7 +60,9 @@ def test_chat_gives_a_message(llm: LLM) -> None:
     out = llm.chat(question, ChatOptions(thinking=False), max_tokens=8, seed=1)
     assert out.message.content == out.text
     assert len(out.token_ids) == 8
-    assert out.stats.prompt_tokens == len(llm.chat_format.encode(question, ChatOptions(thinking=False)))  # type: ignore[union-attr]
+    assert out.stats.prompt_tokens == len(
+        llm.chat_format.encode(question, ChatOptions(thinking=False))
+    )  # type: ignore[union-attr]
 
 
 def test_figures_add_up(llm: LLM) -> None:

@@ -12,7 +12,13 @@ import numpy as np
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HubTokenizer
 
-from finback.text.tokenizer import KIMI_PATTERN, JsonTokenizer, TiktokenTokenizer, Tokenizer, read_ranks
+from finback.text.tokenizer import (
+    KIMI_PATTERN,
+    JsonTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+    read_ranks,
+)
 from finback.text.xtml import Segment, render
 from training.config import NUM_SPECIALS
 
@@ -37,10 +43,69 @@ SPECIAL_NAMES = {
 }
 STRUCTURE = ("<|open|>", "<|close|>", "<|sep|>")  # not marked special in the published file
 SUBJECTS = frozenset(
-    "fox dog wolf lion cat horse pony mouse monkey bird crow cow donkey ass frog rat mole toad bear tiger elephant"
-    " boy girl child king queen prince princess captain sailor pirate doctor detective teacher mother father"
-    " garden river forest wood sea ship boat island house castle school train farm kitchen storm snow fire"
-    " carpet witch fairy dragon treasure secret lantern mirror".split()
+    [
+        "fox",
+        "dog",
+        "wolf",
+        "lion",
+        "cat",
+        "horse",
+        "pony",
+        "mouse",
+        "monkey",
+        "bird",
+        "crow",
+        "cow",
+        "donkey",
+        "ass",
+        "frog",
+        "rat",
+        "mole",
+        "toad",
+        "bear",
+        "tiger",
+        "elephant",
+        "boy",
+        "girl",
+        "child",
+        "king",
+        "queen",
+        "prince",
+        "princess",
+        "captain",
+        "sailor",
+        "pirate",
+        "doctor",
+        "detective",
+        "teacher",
+        "mother",
+        "father",
+        "garden",
+        "river",
+        "forest",
+        "wood",
+        "sea",
+        "ship",
+        "boat",
+        "island",
+        "house",
+        "castle",
+        "school",
+        "train",
+        "farm",
+        "kitchen",
+        "storm",
+        "snow",
+        "fire",
+        "carpet",
+        "witch",
+        "fairy",
+        "dragon",
+        "treasure",
+        "secret",
+        "lantern",
+        "mirror",
+    ]
 )
 REQUESTS = (
     "Tell me a story about {}.",
@@ -64,7 +129,7 @@ class Corpus:
 
 
 def train_ranks(texts: list[str], count: int) -> list[bytes]:
-    """Learn byte-level BPE over Kimi's pre-tokens and list its tokens by rank: bytes, then merges."""
+    """Learn byte-level BPE over Kimi's pre-tokens; give tokens by rank: bytes, then merges."""
     learner = HubTokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -100,7 +165,9 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     """Read back what `write_tokenizer` wrote."""
     config = json.loads((folder / "tokenizer_config.json").read_text())
     ranks = len(read_ranks(folder / "tiktoken.model"))
-    assert set(config["added_tokens_decoder"]) <= {str(n) for n in range(ranks, ranks + NUM_SPECIALS)}
+    assert set(config["added_tokens_decoder"]) <= {
+        str(n) for n in range(ranks, ranks + NUM_SPECIALS)
+    }
     return TiktokenTokenizer.load(folder / "tiktoken.model", config)
 
 
@@ -172,7 +239,10 @@ def conversation(passage: str, rng: np.random.Generator) -> list[Segment]:
     elif first is not None and rng.random() < 0.5:
         request, answer = f"Continue this story: {first[0].strip()}", passage[first.end() :]
     else:
-        request, answer = ("Tell me a story.", "Please tell me a story.")[int(rng.integers(2))], passage
+        request, answer = (
+            ("Tell me a story.", "Please tell me a story.")[int(rng.integers(2))],
+            passage,
+        )
     messages: list[dict[str, Any]] = [{"role": "user", "content": request}]
     if rng.random() < 0.3:
         system = SYSTEMS[int(rng.integers(len(SYSTEMS)))]

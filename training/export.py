@@ -50,10 +50,13 @@ def global_tensors(model: Storyteller) -> dict[str, Tensor]:
 def layer_tensors(layer: Layer, prefix: str) -> dict[str, Tensor]:
     """Name one layer's tensors; norms of the folds, attention and feed-forward included."""
     out = {
-        f"{prefix}input_layernorm.weight": layer.input_layernorm.weight.bfloat16(),
-        f"{prefix}post_attention_layernorm.weight": layer.post_attention_layernorm.weight.bfloat16(),
+        f"{prefix}{name}.weight": getattr(layer, name).weight.bfloat16()
+        for name in ("input_layernorm", "post_attention_layernorm")
     }
-    for name, fold in (("self_attention_res", layer.self_attention_res), ("mlp_res", layer.mlp_res)):
+    for name, fold in (
+        ("self_attention_res", layer.self_attention_res),
+        ("mlp_res", layer.mlp_res),
+    ):
         out[f"{prefix}{name}_norm.weight"] = fold.norm.weight.bfloat16()
         out[f"{prefix}{name}_proj.weight"] = fold.proj.weight.bfloat16()
     for name, value in layer.self_attn.state_dict().items():

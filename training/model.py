@@ -35,7 +35,13 @@ def linear(inner: int, outer: int, gain: float = 1.0) -> nn.Linear:
 
 
 def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
-    return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * linear_beta * torch.tanh(up / linear_beta)
+    return (
+        beta
+        * torch.tanh(gate / beta)
+        * torch.sigmoid(gate)
+        * linear_beta
+        * torch.tanh(up / linear_beta)
+    )
 
 
 class Mix(nn.Module):
@@ -127,7 +133,10 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tens
     state = q.new_zeros(B, H, D, D)
     outputs = []
     # unbind, not indexing: the gradient of an index is a whole tensor of zeros.
-    chunks = (t.unbind(2) for t in (u_v, u_k, q_in, seen, total.transpose(-1, -2), k_end.transpose(-1, -2)))
+    chunks = (
+        t.unbind(2)
+        for t in (u_v, u_k, q_in, seen, total.transpose(-1, -2), k_end.transpose(-1, -2))
+    )
     for uv, uk, q_n, seen_n, total_n, k_n in zip(*chunks, strict=True):
         u = uv - uk @ state
         outputs.append(q_n @ state + seen_n @ u)
@@ -141,9 +150,16 @@ class Mla(nn.Module):
     def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
         width, self.H = c["hidden_size"], c["num_attention_heads"]
-        self.nope, self.rope, self.v_dim = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+        self.nope, self.rope, self.v_dim = (
+            c["qk_nope_head_dim"],
+            c["qk_rope_head_dim"],
+            c["v_head_dim"],
+        )
         self.rank = c["kv_lora_rank"]
-        self.q_a_proj, self.q_a_layernorm = linear(width, c["q_lora_rank"]), Norm(c["q_lora_rank"], 1e-6)
+        self.q_a_proj, self.q_a_layernorm = (
+            linear(width, c["q_lora_rank"]),
+            Norm(c["q_lora_rank"], 1e-6),
+        )
         self.q_b_proj = linear(c["q_lora_rank"], self.H * (self.nope + self.rope))
         self.kv_a_proj_with_mqa = linear(width, self.rank + self.rope)
         self.kv_a_layernorm = Norm(self.rank, 1e-6)
@@ -152,7 +168,11 @@ class Mla(nn.Module):
         self.o_proj = linear(self.H * self.v_dim, width, 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (self.H, -1)).transpose(1, 2)
+        q = (
+            self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+            .unflatten(-1, (self.H, -1))
+            .transpose(1, 2)
+        )
         c, extra = self.kv_a_proj_with_mqa(x).split((self.rank, self.rope), -1)
         kv = self.kv_b_proj(self.kv_a_layernorm(c)).unflatten(-1, (self.H, -1)).transpose(1, 2)
         k, v = kv.split((self.nope, self.v_dim), -1)
@@ -182,7 +202,11 @@ class Moe(nn.Module):
 
     def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
-        width, latent, inner = c["hidden_size"], c["routed_expert_hidden_size"], c["moe_intermediate_size"]
+        width, latent, inner = (
+            c["hidden_size"],
+            c["routed_expert_hidden_size"],
+            c["moe_intermediate_size"],
+        )
         self.num, self.top = c["num_experts"], c["num_experts_per_token"]
         self.betas = (c["activation_situ_beta"], c["activation_situ_linear_beta"])
         self.gate = linear(width, self.num)

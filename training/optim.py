@@ -25,7 +25,9 @@ class Muon(torch.optim.Optimizer):
     The step has a root mean square of 0.2 lr whatever the shape, as in Moonlight (Liu et al. 2025).
     """
 
-    def __init__(self, params: list[Tensor], lr: float, momentum: float = 0.95, decay: float = 0.1) -> None:
+    def __init__(
+        self, params: list[Tensor], lr: float, momentum: float = 0.95, decay: float = 0.1
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "decay": decay})
 
     @torch.no_grad()

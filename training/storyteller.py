@@ -30,14 +30,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", type=Path, required=True, help="folder of .txt files")
-    parser.add_argument("--out", type=Path, required=True, help="state, log and finished checkpoint")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="state, log and finished checkpoint"
+    )
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--rows", type=int, default=8, help="sequences a step")
-    parser.add_argument("--length", type=int, default=512, help="tokens a sequence, a multiple of 16")
+    parser.add_argument(
+        "--length", type=int, default=512, help="tokens a sequence, a multiple of 16"
+    )
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--compile", action="store_true", help="compile the blocks; a minute to start")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the blocks; a minute to start"
+    )
     parser.add_argument("--smoke", action="store_true", help="a toy shape, to test the recipe")
     return parser.parse_args(argv)
 
@@ -45,24 +51,31 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Train to the last step, then write the checkpoint into `out/checkpoint`."""
     args = parse_args(argv)
+    net, config, corpus = train_until(args, args.steps)
+    report = finish(net, corpus, args)
+    report["tensor_bytes"] = write_checkpoint(net, config, args.out / "checkpoint")
+    (args.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report), flush=True)
+
+
+def train_until(
+    args: argparse.Namespace, last: int
+) -> tuple[Storyteller, dict[str, Any], data.Corpus]:
+    """Prepare the corpus, build or restore the model, and run the steps up to `last`."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    args.out.mkdir(parents=True, exist_ok=True)
     ranks = 512 if args.smoke else NUM_RANKS
     shape = {"hidden": 64, "layers": 4, "experts": 8} if args.smoke else {}
     config = checkpoint_config(ranks=ranks, **shape)
     folder = args.out / "checkpoint"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     corpus, _ = data.load_corpus(args.corpus, folder, ranks, args.seed)
     print(f"{len(corpus.train)} training tokens, {len(corpus.chat)} conversations", flush=True)
     net = Storyteller(config).to(args.device)
     if args.compile:
         compile_blocks()
-    train(net, corpus, args)
-    report = finish(net, corpus, args)
-    report["tensor_bytes"] = write_checkpoint(net, config, folder)
-    (args.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report), flush=True)
+    train(net, corpus, args, last)
+    return net, config, corpus
 
 
 def compile_blocks() -> None:
@@ -72,22 +85,24 @@ def compile_blocks() -> None:
     model.situ = torch.compile(model.situ)
 
 
-def train(net: Storyteller, corpus: data.Corpus, args: argparse.Namespace) -> None:
-    """Run the steps that are left, saving the state about every five minutes."""
+def train(net: Storyteller, corpus: data.Corpus, args: argparse.Namespace, last: int) -> None:
+    """Run the steps up to `last`, saving the state about every five minutes."""
     hidden = [p for n, p in net.named_parameters() if p.ndim >= 2 and is_hidden(n)]
     others = [p for n, p in net.named_parameters() if not (p.ndim >= 2 and is_hidden(n))]
     optimizers = [Muon(hidden, MUON_LR), torch.optim.Adam(others, ADAM_LR, betas=(0.9, 0.95))]
     rates = (MUON_LR, ADAM_LR)
     step, seconds = restore(net, optimizers, args)
     saved = started = time.monotonic()
-    while step < args.steps:
+    while step < last:
         factor = schedule(step, args.steps)
         for optimizer, rate in zip(optimizers, rates, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor
         for moe in net.moes:
             moe.quantised = step >= args.steps * (1 - QUANTISED_PART)
-        ids = torch.from_numpy(data.batch(corpus, step, args.seed, args.rows, args.length)).to(args.device)
+        ids = torch.from_numpy(data.batch(corpus, step, args.seed, args.rows, args.length)).to(
+            args.device
+        )
         loss = loss_of(net, ids)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -97,15 +112,16 @@ def train(net: Storyteller, corpus: data.Corpus, args: argparse.Namespace) -> No
         worst = max((moe.balance(4e-3 * factor) for moe in net.moes), default=0.0)
         step += 1
         now = time.monotonic()
-        if step % 10 == 0 or step == args.steps:
+        if step % 10 == 0 or step == last:
             spent = seconds + now - started
             print(
-                f"step {step} loss {loss.item():.4f} norm {norm:.2f} load {worst:.1f} seconds {spent:.0f}",
+                f"step {step} loss {loss.item():.4f} norm {norm:.2f} "
+                f"load {worst:.1f} seconds {spent:.0f}",
                 flush=True,
             )
         if step % 200 == 0:
             print(f"  held out: {bits_per_byte(net, corpus, args):.4f} bits per byte", flush=True)
-        if now - saved > 300 or step == args.steps:
+        if now - saved > 300 or step == last:
             save(net, optimizers, step, seconds + now - started, args)
             saved = now
 
@@ -142,7 +158,11 @@ def bits_per_byte(net: Storyteller, corpus: data.Corpus, args: argparse.Namespac
 
 def finish(net: Storyteller, corpus: data.Corpus, args: argparse.Namespace) -> dict[str, Any]:
     """Measure with and without rounding the experts."""
-    out: dict[str, Any] = {"steps": args.steps, "seed": args.seed, "tokens": args.steps * args.rows * args.length}
+    out: dict[str, Any] = {
+        "steps": args.steps,
+        "seed": args.seed,
+        "tokens": args.steps * args.rows * args.length,
+    }
     for name, rounded in (("float32_experts", False), ("mxfp4_experts", True)):
         for moe in net.moes:
             moe.quantised = rounded
@@ -163,7 +183,9 @@ def restore(net: Storyteller, optimizers: list[Any], args: argparse.Namespace) -
     return state["step"], state["seconds"]
 
 
-def save(net: Storyteller, optimizers: list[Any], step: int, seconds: float, args: argparse.Namespace) -> None:
+def save(
+    net: Storyteller, optimizers: list[Any], step: int, seconds: float, args: argparse.Namespace
+) -> None:
     """Write the state beside the old one, then replace it."""
     state = {
         "net": net.state_dict(),

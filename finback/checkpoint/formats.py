@@ -48,7 +48,8 @@ class Format:
         """Count the bytes of all parts."""
         sizes = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
         return sum(
-            prod(part) * sizes[dtype] for part, dtype in zip(self.part_shapes(shape), self.dtypes, strict=True)
+            prod(part) * sizes[dtype]
+            for part, dtype in zip(self.part_shapes(shape), self.dtypes, strict=True)
         )
 
 
@@ -72,7 +73,7 @@ def _bf16(parts: tuple[Bytes, ...], shape: tuple[int, ...]) -> Array:
 
 
 def _mxfp4(parts: tuple[Bytes, ...], shape: tuple[int, ...]) -> Array:
-    """Unpack E2M1 codes (R, C/2) under E8M0 scales (R, C/32): w = ±table[index] · 2^(scale − 127)."""
+    """Unpack codes (R, C/2) under scales (R, C/32): w = ±E2M1[index] · 2^(scale − 127)."""
     rows, columns = shape
     codes, scales = parts
     values = _BYTE_VALUES[codes.reshape(rows, columns // 2)].reshape(rows, -1, MXFP4_GROUP)

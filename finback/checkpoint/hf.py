@@ -46,7 +46,9 @@ class Fields:
         """Tell whether a key is there and not null."""
         return self.values.get(key) is not None
 
-    def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = 1 << 24) -> int:
+    def integer(
+        self, key: str, default: int | None = None, *, low: int = 1, high: int = 1 << 24
+    ) -> int:
         """Read a whole number within limits."""
         value = self.values.get(key)
         value = default if value is None else value
@@ -54,11 +56,17 @@ class Fields:
             raise self.error(key, f"must be a whole number from {low} to {high}, not {value!r}")
         return value
 
-    def number(self, key: str, default: float | None = None, *, low: float = -1e6, high: float = 1e6) -> float:
+    def number(
+        self, key: str, default: float | None = None, *, low: float = -1e6, high: float = 1e6
+    ) -> float:
         """Read a number within limits."""
         value = self.values.get(key)
         value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not low <= value <= high
+        ):
             raise self.error(key, f"must be a number from {low:g} to {high:g}, not {value!r}")
         return float(value)
 

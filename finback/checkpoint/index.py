@@ -33,11 +33,13 @@ class Checkpoint:
 
         Raises:
             MissingTensor: Files named by the index are not there; every tensor they hold is listed.
-            DamagedFile: A header is wrong, two files hold one tensor, or index and headers disagree.
+            DamagedFile: A header is wrong, or two files hold one tensor.
         """
         if missing := self.missing_files:
             names = [n for n, file in (self.weight_map or {}).items() if file in missing]
-            holding = f", with {len(names)} tensors: {', '.join(compact_names(names))}" if names else ""
+            holding = (
+                f", with {len(names)} tensors: {', '.join(compact_names(names))}" if names else ""
+            )
             raise MissingTensor(
                 f"{self.folder}: {len(missing)} of {len(self.files)} files are missing "
                 f"({', '.join(sorted(missing))}){holding}. Finish the download."
@@ -47,7 +49,8 @@ class Checkpoint:
             for name, ref in read_header(self.folder / file).items():
                 if name in tensors:
                     raise DamagedFile(
-                        f"{self.folder}: tensor {name} is in two files, {tensors[name].path.name} and {file}"
+                        f"{self.folder}: tensor {name} is in two files, "
+                        f"{tensors[name].path.name} and {file}"
                     )
                 tensors[name] = ref
         self._check_against_index(tensors)
@@ -103,10 +106,14 @@ def _from_index(folder: Path, config: Mapping[str, object]) -> Checkpoint:
         raise DamagedFile(f"{path}: weight_map must be an object that names tensors")
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _is_inside(file):
-            raise DamagedFile(f"{path}: tensor {name} is said to be in {file!r}, which is no file of this folder")
+            raise DamagedFile(
+                f"{path}: tensor {name} is said to be in {file!r}, which is no file of this folder"
+            )
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     files = tuple(dict.fromkeys(weight_map.values()))
-    return Checkpoint(folder, config, weight_map, files, int(total) if isinstance(total, int | float) else None)
+    return Checkpoint(
+        folder, config, weight_map, files, int(total) if isinstance(total, int | float) else None
+    )
 
 
 def _is_inside(file: str) -> bool:
@@ -128,7 +135,9 @@ def _shards_without_index(folder: Path) -> tuple[str, ...]:
         if len(names) == 1:
             return (names[0],)
         found = "several and no index" if names else "none"
-        raise CheckpointError(f"{folder}: expected one .safetensors file, numbered shards or {INDEX}; found {found}")
+        raise CheckpointError(
+            f"{folder}: expected one .safetensors file, numbered shards or {INDEX}; found {found}"
+        )
     stem, _, count = shards[0].groups()
     if int(count) > 100_000:
         raise DamagedFile(f"{folder / shards[0].string}: {count} shards is not a plausible number")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TypeGuard
 
 from finback.errors import DamagedFile
 
@@ -46,12 +47,15 @@ def read_header(path: Path) -> dict[str, TensorRef]:
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             if file_bytes < 8:
-                raise DamagedFile(f"{path}: only {file_bytes} bytes, too short for a header; download it again")
+                raise DamagedFile(
+                    f"{path}: only {file_bytes} bytes, too short for a header; download it again"
+                )
             header_bytes = int.from_bytes(file.read(8), "little")
             if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
                 raise DamagedFile(
-                    f"{path}: the header claims {header_bytes} bytes, but the file has {file_bytes} "
-                    f"and a header at most {MAX_HEADER_BYTES}; it is cut or no safetensors file"
+                    f"{path}: the header claims {header_bytes} bytes, but the file has "
+                    f"{file_bytes} and a header at most {MAX_HEADER_BYTES}; it is cut, or no "
+                    "safetensors file"
                 )
             text = file.read(header_bytes)
     except OSError as error:
@@ -66,12 +70,15 @@ def read_header(path: Path) -> dict[str, TensorRef]:
     for ref in refs:
         if ref.offset != end:
             kind = "overlaps the tensor before it" if ref.offset < end else "leaves a gap before it"
-            raise DamagedFile(f"{path}: tensor {ref.name} {kind} (at byte {ref.offset}, expected {end})")
+            raise DamagedFile(
+                f"{path}: tensor {ref.name} {kind} (at byte {ref.offset}, expected {end})"
+            )
         end += ref.num_bytes
     if end != file_bytes:
         state = "cut short" if file_bytes < end else "too long"
         raise DamagedFile(
-            f"{path}: {state}: its header describes {end} bytes, the file has {file_bytes}; download it again"
+            f"{path}: {state}: its header describes {end} bytes, the file has {file_bytes}; "
+            "download it again"
         )
     return {ref.name: ref for ref in refs}
 
@@ -106,12 +113,13 @@ def _entry(path: Path, name: str, value: object, data_start: int) -> TensorRef:
     expected = prod(shape) * ITEM_BYTES[dtype]
     if stop - start != expected:
         raise DamagedFile(
-            f"{path}: tensor {name} {dtype}{list(shape)} needs {expected} bytes, its data_offsets give {stop - start}"
+            f"{path}: tensor {name} {dtype}{list(shape)} needs {expected} bytes, "
+            f"its data_offsets give {stop - start}"
         )
     return TensorRef(name, path, dtype, tuple(shape), data_start + start, expected)
 
 
-def _is_size_list(value: object) -> bool:
+def _is_size_list(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(
         isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63 for n in value
     )

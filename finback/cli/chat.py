@@ -40,7 +40,12 @@ def chat(
 ) -> None:
     """Talk with a model. /help lists what can be typed besides messages."""
     sampling = chosen(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
     )
     SamplingParams(**sampling)
     from finback.llm import LLM
@@ -83,8 +88,10 @@ def _read_line() -> str | None:
     return line.rstrip("\n") if line else None
 
 
-def _answer(llm: Any, messages: list[dict[str, Any]], think: bool, sampling: dict[str, Any]) -> None:
-    """Stream an answer and keep it in the conversation; an error or Ctrl-C ends only this answer."""
+def _answer(
+    llm: Any, messages: list[dict[str, Any]], think: bool, sampling: dict[str, Any]
+) -> None:
+    """Stream an answer into the conversation; an error or Ctrl-C ends only this answer."""
     from finback.llm import ChatCompletion
     from finback.text.chat import ChatOptions
     from finback.text.parse import collect

@@ -16,10 +16,12 @@ MAX_SHOWN = 20
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="A model folder or a name from `finback list`.", metavar="DIR")],
+    model: Annotated[
+        str, typer.Argument(help="A model folder or a name from `finback list`.", metavar="DIR")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print exact numbers as JSON.")] = False,
 ) -> None:
-    """Show a checkpoint's tensors by role, bytes per token and per sequence, and what is missing or odd.
+    """Show what is in a checkpoint: tensors by role, bytes per token, what is missing or odd.
 
     Works on config.json and the index alone, before the shards are downloaded. Exits with 3 if
     tensors are missing or contradict the config.
@@ -50,7 +52,9 @@ def _as_json(f: "Footprint") -> dict[str, Any]:
 
 def _as_text(f: "Footprint") -> str:
     shape = f.shape
-    routed = f"{len(shape.routed_layers)} routed with {shape.num_experts} experts, {shape.top_k} used"
+    routed = (
+        f"{len(shape.routed_layers)} routed with {shape.num_experts} experts, {shape.top_k} used"
+    )
     lines = [
         f"family      {f.model_type}, {human_count(f.num_parameters)} parameters",
         f"layers      {shape.num_layers}, {routed}; width {shape.width}",
@@ -59,13 +63,17 @@ def _as_text(f: "Footprint") -> str:
         _roles(f),
         "",
         f"per token   {_exact(f.expert_bytes_per_token)} of experts, when none is in memory",
-        f"per sequence {_exact(shape.state_bytes)} of state, and {_exact(shape.state_bytes_per_token)} a token",
+        f"per sequence {_exact(shape.state_bytes)} of state, "
+        f"and {_exact(shape.state_bytes_per_token)} for each of its tokens",
     ]
     if f.skipped_tensors:
         size = "" if f.skipped_bytes is None else f", {_exact(f.skipped_bytes)}"
         lines.append(f"not used    {f.skipped_tensors} tensors of other parts{size}")
     if f.missing_files:
-        lines.append(f"not here    {len(f.missing_files)} files, so sizes follow config and index: {_some(f.missing_files)}")
+        lines.append(
+            f"not here    {len(f.missing_files)} files, so sizes follow config and index: "
+            f"{_some(f.missing_files)}"
+        )
     for title, names in (("missing", f.missing), ("wrong", f.wrong), ("odd", f.odd)):
         if names:
             lines.append(f"{title:<11} {len(names)}: {_some(names)}")
@@ -81,7 +89,15 @@ def _roles(f: "Footprint") -> str:
     ]
     total = f.expert_bytes + f.spine_bytes
     spine_count = sum(f.tensors_by_role.values()) - f.tensors_by_role.get("expert", 0)
-    rows.append(("spine (all but experts)", "", str(spine_count), f"{f.spine_bytes:,}", human_bytes(f.spine_bytes)))
+    rows.append(
+        (
+            "spine (all but experts)",
+            "",
+            str(spine_count),
+            f"{f.spine_bytes:,}",
+            human_bytes(f.spine_bytes),
+        )
+    )
     rows.append(("all", "", str(sum(f.tensors_by_role.values())), f"{total:,}", human_bytes(total)))
     return output.table(("role", "format", "tensors", "bytes", ""), rows)
 

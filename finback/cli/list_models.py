@@ -12,7 +12,7 @@ from finback.units import human_bytes
 def list_models(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the models on this machine: the embedded one, $FINBACK_MODELS, the Hugging Face cache."""
+    """List the models here: the embedded one, $FINBACK_MODELS, the Hugging Face cache."""
     from finback.hub import local
 
     models = local.list_models()

@@ -12,7 +12,8 @@ from finback.errors import FinbackError
 
 app = typer.Typer(
     name="finback",
-    help="Run mixture-of-experts language models larger than memory, straight from their published files.",
+    help="Run mixture-of-experts language models larger than memory, "
+    "straight from their published files.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -40,11 +41,13 @@ def options(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens.")] = False,
 ) -> None:
     """Set what all commands share."""
-    logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, format="%(levelname)s %(message)s")
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.WARNING, format="%(levelname)s %(message)s"
+    )
 
 
 def main() -> None:
-    """Run the command line; exits with 0 ok, 1 failure, 2 usage, 3 model, 4 does not fit, 130 interrupted."""
+    """Run the command line and leave with its exit code; finback/errors.py lists the codes."""
     sys.exit(exit_code_of())
 
 

@@ -18,12 +18,18 @@ if TYPE_CHECKING:
 
 def _help(name: str) -> str:
     """Take an option's help from the dataclass it fills."""
-    return next(f.metadata["help"] for f in dataclasses.fields(SamplingParams) if f.name == name)
+    fields = {f.name: f for f in dataclasses.fields(SamplingParams)}
+    return str(fields[name].metadata["help"])
 
 
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", "-m", help="A model folder or a name from `finback list`.", show_default="storyteller"),
+    typer.Option(
+        "--model",
+        "-m",
+        help="A model folder or a name from `finback list`.",
+        show_default="storyteller",
+    ),
 ]
 SystemOption = Annotated[str | None, typer.Option("--system", "-s", help="A system message.")]
 MaxTokens = Annotated[int | None, typer.Option(help=_help("max_tokens"), min=1)]
@@ -32,15 +38,23 @@ TopP = Annotated[float | None, typer.Option(help=_help("top_p"), max=1.0)]
 TopK = Annotated[int | None, typer.Option(help=_help("top_k"), min=0)]
 MinP = Annotated[float | None, typer.Option(help=_help("min_p"), min=0.0, max=1.0)]
 Seed = Annotated[int | None, typer.Option(help=_help("seed"), min=0, max=MAX_SEED)]
-Thinking = Annotated[bool, typer.Option("--think/--no-think", help="Let the model reason before it answers.")]
+Thinking = Annotated[
+    bool, typer.Option("--think/--no-think", help="Let the model reason before it answers.")
+]
 
 
 def run(
-    prompt: Annotated[list[str] | None, typer.Argument(help="The prompt; standard input joins it.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Argument(help="The prompt; standard input joins it.")
+    ] = None,
     model: ModelOption = None,
     chat: Annotated[
         bool | None,
-        typer.Option("--chat/--raw", help="Ask the model, or let it continue a text.", show_default="chat if it can"),
+        typer.Option(
+            "--chat/--raw",
+            help="Ask the model, or let it continue a text.",
+            show_default="chat if it can",
+        ),
     ] = None,
     system: SystemOption = None,
     think: Thinking = True,
@@ -50,13 +64,18 @@ def run(
     top_k: TopK = None,
     min_p: MinP = None,
     seed: Seed = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeatable.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with all figures.")] = False,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the answer before this text; repeatable.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object with all figures.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the answer alone.")] = False,
 ) -> None:
     """Answer one prompt. Text goes to stdout, everything else to stderr.
 
-    Without --max-tokens a continued text (--raw) ends after 256 tokens, an answer where the model ends it.
+    Without --max-tokens a continued text (--raw) ends after 256 tokens, an answer where the
+    model ends it.
     """
     text = _prompt(prompt or [])
     sampling = chosen(
@@ -76,7 +95,11 @@ def run(
     with LLM(model) as llm:
         as_chat = chat if chat is not None else llm.chat_format is not None
         out = ChatCompletion()
-        shown = chat_text(llm, text, system, think, sampling, out) if as_chat else raw_text(llm, text, sampling, out)
+        shown = (
+            chat_text(llm, text, system, think, sampling, out)
+            if as_chat
+            else raw_text(llm, text, sampling, out)
+        )
         for kind, piece in shown:
             out.text += piece if kind == "content" else ""
             if as_json:
@@ -98,7 +121,9 @@ def chosen(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def raw_text(llm: "LLM", text: str, sampling: dict[str, Any], out: "Completion") -> Iterator[tuple[str, str]]:
+def raw_text(
+    llm: "LLM", text: str, sampling: dict[str, Any], out: "Completion"
+) -> Iterator[tuple[str, str]]:
     """Continue a text, as pairs of kind and piece."""
     for piece in llm.stream(text, out, **sampling):
         yield "content", piece
@@ -122,10 +147,13 @@ def figures(out: "Completion") -> str:
     """Put a run's figures on one line."""
     s = out.stats
     rate = f"{s.tokens_per_s:.3g} tokens/s" if s.tokens_per_s else "one token"
-    end = {"stop": "", "length": " (cut at the limit)", "abort": " (stopped)"}.get(out.finish_reason or "abort", "")
+    end = {"stop": "", "length": " (cut at the limit)", "abort": " (stopped)"}.get(
+        out.finish_reason or "abort", ""
+    )
     return (
-        f"{s.prompt_tokens} + {s.tokens} tokens{end}, {rate}, {human_bytes(s.bytes_per_token)} read per token, "
-        f"{human_seconds(s.compute_s)} computing, {human_seconds(s.read_s)} reading, seed {out.seed}"
+        f"{s.prompt_tokens} + {s.tokens} tokens{end}, {rate}, "
+        f"{human_bytes(s.bytes_per_token)} read per token, {human_seconds(s.compute_s)} computing, "
+        f"{human_seconds(s.read_s)} reading, seed {out.seed}"
     )
 
 

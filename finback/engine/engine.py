@@ -2,7 +2,8 @@
 
 import itertools
 import secrets
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 import numpy as np
 
@@ -19,7 +20,9 @@ from finback.spans import Spans
 class Engine:
     """Pushes sequences through a model, all of them together. For use by one thread."""
 
-    def __init__(self, model: Model, config: EngineConfig, spans: Spans, stop_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self, model: Model, config: EngineConfig, spans: Spans, stop_ids: Iterable[int] = ()
+    ) -> None:
         """Take a loaded model.
 
         Args:
@@ -104,7 +107,9 @@ class Engine:
         ids = list(token_ids)
         self._check_ids(ids)
         if len(ids) > self.model.shape.max_positions:
-            raise ContextTooLong(f"{len(ids)} tokens, but the model holds {self.model.shape.max_positions}")
+            raise ContextTooLong(
+                f"{len(ids)} tokens, but the model holds {self.model.shape.max_positions}"
+            )
         state = self.model.new_state()
         parts = []
         for start in range(0, len(ids), self._config.max_rows):

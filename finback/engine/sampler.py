@@ -16,7 +16,10 @@ def pick(logits: Array, sampling: SamplingParams, seed: int, position: int) -> i
         FinbackError: The logits hold something that is no number.
     """
     if not np.isfinite(logits).all():
-        raise FinbackError(f"the model gave logits that are no numbers at position {position}; its weights are damaged")
+        raise FinbackError(
+            f"the model gave logits that are no numbers at position {position}; "
+            "its weights are damaged"
+        )
     if sampling.temperature == 0:
         return int(logits.argmax())
     order = np.argsort(-logits, kind="stable")
@@ -36,5 +39,5 @@ def pick(logits: Array, sampling: SamplingParams, seed: int, position: int) -> i
 
 
 def _uniform(seed: int, position: int) -> float:
-    """Draw from [0, 1) by counter: the same number for a seed and position, whatever came before."""
+    """Draw from [0, 1) by counter: a number for a seed and position, whatever came before."""
     return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())

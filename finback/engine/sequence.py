@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "abort"]
 class Sequence:
     """A request inside the engine. It has computed `state.position` of its `tokens`.
 
-    A sequence with tokens to catch up is computed in the next step; prompt and answer do not differ.
+    A sequence with tokens to catch up is computed in the next step, prompt and answer alike.
     """
 
     number: int

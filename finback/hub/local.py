@@ -1,4 +1,4 @@
-"""Which models are on this machine: the embedded one, finback's own folder, and the Hugging Face cache."""
+"""Which models are here: the embedded one, finback's own folder, the Hugging Face cache."""
 
 import os
 from collections.abc import Iterator
@@ -51,7 +51,9 @@ def find_model(name: str | Path) -> Path:
         if model.name == str(name):
             return model.folder
     known = ", ".join(model.name for model in models)
-    raise CheckpointError(f"{name}: no such folder, and no model of that name on this machine (there are: {known})")
+    raise CheckpointError(
+        f"{name}: no such folder, and no model of that name on this machine (there are: {known})"
+    )
 
 
 def _candidates() -> Iterator[tuple[str, Path]]:

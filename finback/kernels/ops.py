@@ -58,11 +58,11 @@ class Ops(Protocol):
         ...
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
-        """Scale rows to unit root mean square, then by `weight`: x (…, D), weight (D,) -> (…, D)."""
+        """Scale to unit root mean square, then by `weight`: x (…, D), weight (D,) -> (…, D)."""
         ...
 
     def mix(self, entries: list[Array], weight: Array, eps: float) -> Array:
-        """Fold entries, each (T, D), by a softmax over their normalised products with `weight` (D,)."""
+        """Fold entries, each (T, D), by a softmax over their normalised products with `weight`."""
         ...
 
     def glu(self, gate: Array, up: Array, activation: Activation) -> Array:
@@ -81,9 +81,9 @@ class Ops(Protocol):
         ...
 
     def short_conv(self, x: Array, history: Array, taps: Array) -> Array:
-        """Convolve each channel causally, then SiLU: x (T, C), history (J-1, C), taps (C, J) -> (T, C).
+        """Convolve each channel causally, then SiLU: x (T, C), taps (C, J) -> (T, C).
 
-        The last tap multiplies the current token. `history` is replaced by the last J-1 rows.
+        The last tap multiplies the current token. `history` (J-1, C) becomes the last rows.
         """
         ...
 
@@ -107,7 +107,8 @@ class Ops(Protocol):
     ) -> Array:
         """Run the gated delta rule token by token.
 
-        q, k, v, decay (T, H, K), beta (T, H) -> (T, H, K). `state` (H, K, K), key by value, is advanced in place.
+        q, k, v, decay (T, H, K), beta (T, H) -> (T, H, K). `state` (H, K, K), key by value, is
+        advanced in place.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Every operation in plain NumPy, float32: slow, short, obviously right. Other backends are tested against it.
+"""Every operation in plain NumPy, float32: slow, short, obviously right; the oracle of the others.
 
 Matrix products run row by row, because a library's product of many rows rounds differently from
 that of one. So a row's bits do not depend on what it was computed with.
@@ -30,7 +30,7 @@ class Reference:
         return _values(weight)[ids]
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
-        """See `Ops.rms_norm`. Source: Zhang and Sennrich 2019, equation 4, with eps inside the root."""
+        """See `Ops.rms_norm`. Source: Zhang and Sennrich 2019, equation 4, eps inside the root."""
         mean = np.square(x).mean(-1, keepdims=True)
         out: Array = x / np.sqrt(mean + np.float32(eps)) * weight
         return out
@@ -49,9 +49,13 @@ class Reference:
         """See `Ops.glu`."""
         if activation.kind == "silu":
             return gate * self.sigmoid(gate) * up
-        beta, linear = np.float32(activation.beta), activation.linear_beta
-        gated = beta * np.tanh(gate / beta) * self.sigmoid(gate)
-        return gated * up if linear is None else gated * np.float32(linear) * np.tanh(up / np.float32(linear))
+        beta = np.float32(activation.beta)
+        out: Array = beta * np.tanh(gate / beta) * self.sigmoid(gate)
+        if activation.linear_beta is not None:
+            linear = np.float32(activation.linear_beta)
+            up = linear * np.tanh(up / linear)
+        out *= up
+        return out
 
     def expert(self, x: Array, w1: Weight, w2: Weight, w3: Weight, activation: Activation) -> Array:
         """See `Ops.expert`."""
@@ -90,7 +94,7 @@ class Reference:
         return out
 
     def decay(self, x: Array, a_log: Array, bound: float | None) -> Array:
-        """See `Ops.decay`. Source: Kimi Team 2025, "Kimi Linear", and the bounded form of Kimi K3."""
+        """See `Ops.decay`. Source: Kimi Team 2025, "Kimi Linear"; the bounded form is Kimi K3's."""
         rate = np.exp(a_log)[:, None]
         if bound is None:
             out: Array = -rate * np.logaddexp(np.float32(0), x)
@@ -100,12 +104,16 @@ class Reference:
     def sigmoid(self, x: Array) -> Array:
         """See `Ops.sigmoid`. Written with tanh, which cannot overflow."""
         half = np.float32(0.5)
-        return half + half * np.tanh(half * x)
+        out: Array = half + half * np.tanh(half * x)
+        return out
 
-    def delta_rule(self, q: Array, k: Array, v: Array, decay: Array, beta: Array, state: Array) -> Array:
-        """See `Ops.delta_rule`. The state decays first; the error is taken against the decayed state.
+    def delta_rule(
+        self, q: Array, k: Array, v: Array, decay: Array, beta: Array, state: Array
+    ) -> Array:
+        """See `Ops.delta_rule`. The error is taken against the decayed state.
 
-        Source: Kimi Team 2025, "Kimi Linear", equation 1: S ← (I − β k kᵀ) Diag(e^g) S + β k vᵀ, o = Sᵀ q.
+        Source: Kimi Team 2025, "Kimi Linear", equation 1:
+        S ← (I − β k kᵀ) Diag(e^g) S + β k vᵀ, o = Sᵀ q.
         """
         out = np.empty_like(v)
         forget = np.exp(decay)
@@ -119,7 +127,7 @@ class Reference:
     def latent_attention(
         self, q: Array, q_extra: Array, rows: Array, key: Array, value: Array, scale: float
     ) -> Array:
-        """See `Ops.latent_attention`. Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.3, absorbed."""
+        """See `Ops.latent_attention`. Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.3."""
         rank = key.shape[-1]
         out = np.empty((len(q), len(value), value.shape[1]), np.float32)
         for t in range(len(q)):

@@ -40,7 +40,9 @@ class MlaShape:
             CheckpointError: A value is missing or impossible, or asks for rotated positions.
         """
         if not config.flag("mla_use_nope"):
-            raise config.error("mla_use_nope", "is false: rotary positions are not supported for this family")
+            raise config.error(
+                "mla_use_nope", "is false: rotary positions are not supported for this family"
+            )
         return cls(
             width=config.integer("hidden_size"),
             num_heads=config.integer("num_attention_heads", high=1 << 16),
@@ -81,7 +83,9 @@ class MlaShape:
 class Mla:
     """One latent-attention layer."""
 
-    def __init__(self, shape: MlaShape, layer: int, weights: Weights, prefix: str, ops: Ops) -> None:
+    def __init__(
+        self, shape: MlaShape, layer: int, weights: Weights, prefix: str, ops: Ops
+    ) -> None:
         """Load the layer's weights."""
         self.shape, self.layer, self._ops = shape, layer, ops
         self._has_query_rank = shape.q_rank is not None
@@ -109,8 +113,13 @@ class Mla:
         query_in = self._q_norm(ops.linear(u, self._q_a)) if self._has_query_rank else u
         q = ops.linear(query_in, self._q).reshape(len(u), shape.num_heads, -1)
         down = ops.linear(u, self._kv_a)
-        rows = np.concatenate([self._kv_norm(down[:, : shape.kv_rank]), down[:, shape.kv_rank :]], axis=1)
-        nope, extra = np.ascontiguousarray(q[..., : shape.nope_dim]), np.ascontiguousarray(q[..., shape.nope_dim :])
+        rows = np.concatenate(
+            [self._kv_norm(down[:, : shape.kv_rank]), down[:, shape.kv_rank :]], axis=1
+        )
+        nope, extra = (
+            np.ascontiguousarray(q[..., : shape.nope_dim]),
+            np.ascontiguousarray(q[..., shape.nope_dim :]),
+        )
         out = np.empty((len(u), shape.num_heads, shape.value_dim), np.float32)
         scale = float(shape.nope_dim + shape.extra_dim) ** -0.5
         for run in tokens.runs:

@@ -114,7 +114,8 @@ def read_layout(checkpoint: Checkpoint) -> Layout:
     if read is None:
         known = ", ".join(sorted([*_families(), *ALIASES]))
         raise UnsupportedModel(
-            f"{checkpoint.folder / 'config.json'}: model_type {model_type!r} is not supported; finback runs {known}"
+            f"{checkpoint.folder / 'config.json'}: model_type {model_type!r} is not supported; "
+            f"finback runs {known}"
         )
     return read(Fields(checkpoint.config, f"{checkpoint.folder / 'config.json'}: "))
 

@@ -84,12 +84,15 @@ class KdaShape:
 class Kda:
     """One delta-attention layer."""
 
-    def __init__(self, shape: KdaShape, layer: int, weights: Weights, prefix: str, ops: Ops) -> None:
+    def __init__(
+        self, shape: KdaShape, layer: int, weights: Weights, prefix: str, ops: Ops
+    ) -> None:
         """Load the layer's weights."""
         self.shape, self.layer, self._ops = shape, layer, ops
         self._in = {n: weights.matrix(f"{prefix}{n}_proj.weight") for n in "qkv"}
         self._taps = {
-            n: weights.vector(f"{prefix}{n}_conv1d.weight").reshape(shape.inner, shape.num_taps) for n in "qkv"
+            n: weights.vector(f"{prefix}{n}_conv1d.weight").reshape(shape.inner, shape.num_taps)
+            for n in "qkv"
         }
         gate = ("g_proj",) if shape.full_rank_gate else ("g_a_proj", "g_b_proj")
         self._gate = [weights.matrix(f"{prefix}{n}.weight") for n in gate]
@@ -110,14 +113,17 @@ class Kda:
         """Compute rows (T, D) -> (T, D), advancing each sequence's recurrent state."""
         ops, shape = self._ops, self.shape
         raw = {n: ops.linear(u, weight) for n, weight in self._in.items()}
-        decay = ops.decay(self._heads(self._through(u, self._decay) + self._dt_bias), self._a_log, shape.bound)
+        decay = ops.decay(
+            self._heads(self._through(u, self._decay) + self._dt_bias), self._a_log, shape.bound
+        )
         beta = ops.sigmoid(ops.linear(u, self._beta))
         out = np.empty((len(u), shape.num_heads, shape.head_dim), np.float32)
         for run in tokens.runs:
             state = run.state.layers[self.layer]
             assert isinstance(state, RecurrentState)
             q, k, v = (
-                self._heads(ops.short_conv(raw[n][run.rows], state.history[n], self._taps[n])) for n in "qkv"
+                self._heads(ops.short_conv(raw[n][run.rows], state.history[n], self._taps[n]))
+                for n in "qkv"
             )
             q, k = ops.unit(q, float(shape.head_dim) ** -0.5), ops.unit(k, 1.0)
             out[run.rows] = ops.delta_rule(q, k, v, decay[run.rows], beta[run.rows], state.matrix)

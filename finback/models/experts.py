@@ -1,4 +1,4 @@
-"""A routed feed-forward: few of many streamed experts per token, and the resident parts around them."""
+"""A routed feed-forward: few of many streamed experts per token, and what stands around them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,7 +36,9 @@ class MoeShape:
         num_experts = config.integer("num_experts", high=1 << 16)
         inner = config.integer("moe_intermediate_size")
         groups = config.integer("num_expert_group", 1, high=num_experts)
-        is_sigmoid = config.choice("moe_router_activation_func", ("sigmoid", "softmax")) == "sigmoid"
+        is_sigmoid = (
+            config.choice("moe_router_activation_func", ("sigmoid", "softmax")) == "sigmoid"
+        )
         rule = RouterRule(
             top_k=config.integer("num_experts_per_token", high=num_experts),
             activation="sigmoid" if is_sigmoid else "softmax",
@@ -46,8 +48,14 @@ class MoeShape:
             top_groups=config.integer("topk_group", groups, high=groups),
         )
         if num_experts % groups or (num_experts // groups) * rule.top_groups < rule.top_k:
-            raise config.error("num_expert_group", f"of {groups} does not divide {num_experts} experts usefully")
-        latent = config.integer("routed_expert_hidden_size") if config.has("routed_expert_hidden_size") else None
+            raise config.error(
+                "num_expert_group", f"of {groups} does not divide {num_experts} experts usefully"
+            )
+        latent = (
+            config.integer("routed_expert_hidden_size")
+            if config.has("routed_expert_hidden_size")
+            else None
+        )
         return cls(
             width=config.integer("hidden_size"),
             num_experts=num_experts,
@@ -69,14 +77,24 @@ class MoeShape:
     def tensors(self, prefix: str, layer: int) -> Iterator[TensorSpec]:
         """List the tensors of one routed layer, experts last."""
         yield TensorSpec(f"{prefix}gate.weight", (self.num_experts, self.width), "router")
-        yield TensorSpec(f"{prefix}gate.e_score_correction_bias", (self.num_experts,), "router", "F32")
+        yield TensorSpec(
+            f"{prefix}gate.e_score_correction_bias", (self.num_experts,), "router", "F32"
+        )
         if self.latent is not None:
-            yield TensorSpec(f"{prefix}routed_expert_down_proj.weight", (self.latent, self.width), "latent")
-            yield TensorSpec(f"{prefix}routed_expert_up_proj.weight", (self.width, self.latent), "latent")
+            yield TensorSpec(
+                f"{prefix}routed_expert_down_proj.weight", (self.latent, self.width), "latent"
+            )
+            yield TensorSpec(
+                f"{prefix}routed_expert_up_proj.weight", (self.width, self.latent), "latent"
+            )
         if self.latent_norm:
-            yield TensorSpec(f"{prefix}routed_expert_norm.weight", (self.latent or self.width,), "latent")
+            yield TensorSpec(
+                f"{prefix}routed_expert_norm.weight", (self.latent or self.width,), "latent"
+            )
         if self.shared_inner:
-            yield from mlp_tensors(f"{prefix}shared_experts.", self.width, self.shared_inner, "shared expert")
+            yield from mlp_tensors(
+                f"{prefix}shared_experts.", self.width, self.shared_inner, "shared expert"
+            )
         outer = self.latent or self.width
         shapes = {"w1": (self.inner, outer), "w2": (outer, self.inner), "w3": (self.inner, outer)}
         for expert in range(self.num_experts):
@@ -103,7 +121,13 @@ class Moe:
     """One routed layer: w1 is gate, w3 up, w2 down."""
 
     def __init__(
-        self, shape: MoeShape, layer: int, weights: Weights, prefix: str, experts: ExpertCache, ops: Ops
+        self,
+        shape: MoeShape,
+        layer: int,
+        weights: Weights,
+        prefix: str,
+        experts: ExpertCache,
+        ops: Ops,
     ) -> None:
         """Load all but the experts, which come through the cache when a step needs them."""
         self.shape, self.layer, self._experts, self._ops = shape, layer, experts, ops
@@ -112,9 +136,15 @@ class Moe:
         if self._has_latent:
             self._down = weights.matrix(f"{prefix}routed_expert_down_proj.weight")
             self._up = weights.matrix(f"{prefix}routed_expert_up_proj.weight")
-        self._norm = Norm(weights, f"{prefix}routed_expert_norm.weight", shape.eps, ops) if shape.latent_norm else None
+        self._norm = (
+            Norm(weights, f"{prefix}routed_expert_norm.weight", shape.eps, ops)
+            if shape.latent_norm
+            else None
+        )
         has_shared = shape.shared_inner > 0
-        self._shared = Mlp(shape.activation, weights, f"{prefix}shared_experts.", ops) if has_shared else None
+        self._shared = (
+            Mlp(shape.activation, weights, f"{prefix}shared_experts.", ops) if has_shared else None
+        )
 
     def __call__(self, u: Array, tokens: TokenBatch) -> Array:
         """Compute rows (T, D) -> (T, D); each expert is read at most once whatever T is."""
@@ -137,7 +167,9 @@ class Moe:
             for expert in union:
                 rows, places = np.nonzero(ids == expert)
                 w = lease[expert]
-                parts[rows, places] = self._ops.expert(z[rows], w["w1"], w["w2"], w["w3"], self.shape.activation)
+                parts[rows, places] = self._ops.expert(
+                    z[rows], w["w1"], w["w2"], w["w3"], self.shape.activation
+                )
         # Summed in the router's order, whatever order the experts were computed in.
         out = shares[:, 0, None] * parts[:, 0]
         for place in range(1, ids.shape[1]):

@@ -43,8 +43,14 @@ class KimiLayout:
         """
         num_layers = config.integer("num_hidden_layers", high=10_000)
         if config.integer("num_nextn_predict_layers", 0, low=0):
-            raise config.error("num_nextn_predict_layers", "must be 0: draft layers are not supported")
-        context = "max_position_embeddings" if config.has("max_position_embeddings") else "model_max_length"
+            raise config.error(
+                "num_nextn_predict_layers", "must be 0: draft layers are not supported"
+            )
+        context = (
+            "max_position_embeddings"
+            if config.has("max_position_embeddings")
+            else "model_max_length"
+        )
         return cls(
             prefix=prefix,
             num_layers=num_layers,
@@ -98,14 +104,18 @@ class KimiLayout:
     def load_ends(self, weights: Weights) -> tuple[Weight, Weight]:
         """Load the embedding and the head, which may be one."""
         embedding = weights.matrix(f"{self.prefix}model.embed_tokens.weight")
-        return embedding, embedding if self.is_tied else weights.matrix(f"{self.prefix}lm_head.weight")
+        return embedding, embedding if self.is_tied else weights.matrix(
+            f"{self.prefix}lm_head.weight"
+        )
 
 
 def _read_layer_map(linear: Fields, num_layers: int) -> frozenset[int]:
     """Read the two lists of layers, published counting from 1."""
     kda, full = linear.integers("kda_layers"), linear.integers("full_attn_layers")
     if sorted(kda + full) != list(range(1, num_layers + 1)):
-        raise linear.error("kda_layers", f"and full_attn_layers must name each layer from 1 to {num_layers} once")
+        raise linear.error(
+            "kda_layers", f"and full_attn_layers must name each layer from 1 to {num_layers} once"
+        )
     return frozenset(n - 1 for n in kda)
 
 

@@ -80,11 +80,15 @@ class Fold:
 class Layer:
     """One decoder layer's parts."""
 
-    def __init__(self, layout: Layout, index: int, weights: Weights, experts: ExpertCache, ops: Ops) -> None:
+    def __init__(
+        self, layout: Layout, index: int, weights: Weights, experts: ExpertCache, ops: Ops
+    ) -> None:
         """Load the layer's resident weights."""
         kimi, prefix = layout.kimi, f"{PREFIX}model.layers.{index}."
         self.is_block_start = index % layout.block == 0
-        self.attention_fold, self.feed_fold = (Fold(weights, prefix + n, kimi.eps, ops) for n in FOLDS)
+        self.attention_fold, self.feed_fold = (
+            Fold(weights, prefix + n, kimi.eps, ops) for n in FOLDS
+        )
         self.attention_norm = Norm(weights, f"{prefix}input_layernorm.weight", kimi.eps, ops)
         self.feed_norm = Norm(weights, f"{prefix}post_attention_layernorm.weight", kimi.eps, ops)
         self.attend: Kda | Mla = attention_of(kimi, index, weights, ops)
@@ -98,7 +102,9 @@ class KimiK3:
         """Load everything but the experts."""
         self.shape, self._ops, eps = layout.shape, ops, layout.kimi.eps
         self._embedding, self._head = layout.kimi.load_ends(weights)
-        self._layers = [Layer(layout, i, weights, experts, ops) for i in range(layout.kimi.num_layers)]
+        self._layers = [
+            Layer(layout, i, weights, experts, ops) for i in range(layout.kimi.num_layers)
+        ]
         self._output_fold = Fold(weights, f"{PREFIX}model.output_attn_res", eps, ops)
         self._norm = Norm(weights, f"{PREFIX}model.norm.weight", eps, ops)
 

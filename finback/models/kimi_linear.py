@@ -52,7 +52,9 @@ def read_config(config: Fields) -> Layout:
 class Layer:
     """One decoder layer's parts."""
 
-    def __init__(self, layout: Layout, index: int, weights: Weights, experts: ExpertCache, ops: Ops) -> None:
+    def __init__(
+        self, layout: Layout, index: int, weights: Weights, experts: ExpertCache, ops: Ops
+    ) -> None:
         """Load the layer's resident weights."""
         kimi, prefix = layout.kimi, f"model.layers.{index}."
         self.attention_norm = Norm(weights, f"{prefix}input_layernorm.weight", kimi.eps, ops)
@@ -68,7 +70,9 @@ class KimiLinear:
         """Load everything but the experts."""
         self.shape, self._ops = layout.shape, ops
         self._embedding, self._head = layout.kimi.load_ends(weights)
-        self._layers = [Layer(layout, i, weights, experts, ops) for i in range(layout.kimi.num_layers)]
+        self._layers = [
+            Layer(layout, i, weights, experts, ops) for i in range(layout.kimi.num_layers)
+        ]
         self._norm = Norm(weights, "model.norm.weight", layout.kimi.eps, ops)
 
     def new_state(self) -> SequenceState:

@@ -1,4 +1,4 @@
-"""Bricks every family uses: embedding and head, dense feed-forward, the activation named by a config."""
+"""Bricks every family uses: dense feed-forward, norm, the activation named by a config."""
 
 from collections.abc import Iterator
 
@@ -40,7 +40,10 @@ class Mlp:
     def __call__(self, u: Array, tokens: TokenBatch | None = None) -> Array:
         """Compute rows: (T, D) -> (T, D). Whose they are does not matter here."""
         ops = self._ops
-        return ops.linear(ops.glu(ops.linear(u, self._gate), ops.linear(u, self._up), self._activation), self._down)
+        return ops.linear(
+            ops.glu(ops.linear(u, self._gate), ops.linear(u, self._up), self._activation),
+            self._down,
+        )
 
 
 class Norm:

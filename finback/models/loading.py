@@ -24,7 +24,7 @@ def load_model(checkpoint: Checkpoint, ops: Ops, spans: Spans, expert_cache_byte
     """Check the whole checkpoint, then load what stays in memory.
 
     Raises:
-        CheckpointError: Something is missing, damaged, contradictory or unsupported; nothing was loaded.
+        CheckpointError: Something is missing, damaged or unsupported; nothing was loaded.
     """
     layout = read_layout(checkpoint)
     census = take_census(checkpoint, layout.tensors())

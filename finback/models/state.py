@@ -1,4 +1,4 @@
-"""One sequence's memory: per layer either a recurrent matrix with its convolution rows, or latent rows."""
+"""One sequence's memory: per layer a recurrent matrix with convolution rows, or latent rows."""
 
 from dataclasses import dataclass
 
@@ -29,10 +29,12 @@ class LatentState:
         self.length = 0
 
     def append(self, rows: Array) -> Array:
-        """Add rows (T, width) and give all rows so far (S, width), a view valid until the next append."""
+        """Add rows (T, width) and give all so far (S, width), valid until the next append."""
         needed = self.length + len(rows)
         if needed > len(self._buffer):
-            grown = np.empty((max(needed, 2 * len(self._buffer), 64), self._buffer.shape[1]), np.float32)
+            grown = np.empty(
+                (max(needed, 2 * len(self._buffer), 64), self._buffer.shape[1]), np.float32
+            )
             grown[: self.length] = self._buffer[: self.length]
             self._buffer = grown
         self._buffer[self.length : needed] = rows

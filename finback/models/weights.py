@@ -13,7 +13,16 @@ from finback.storage.cache import ExpertLayout, Part
 from finback.storage.reader import Reader, merge
 
 Role = Literal[
-    "embedding", "head", "norm", "residual", "attention", "dense", "router", "latent", "shared expert", "expert"
+    "embedding",
+    "head",
+    "norm",
+    "residual",
+    "attention",
+    "dense",
+    "router",
+    "latent",
+    "shared expert",
+    "expert",
 ]
 PACKED_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt.suffixes != ("",))
 
@@ -70,7 +79,9 @@ class Census:
         """
         if self.missing:
             names = ", ".join(compact_names(self.missing))
-            raise MissingTensor(f"{where}: {len(self.missing)} tensors of the model are missing: {names}")
+            raise MissingTensor(
+                f"{where}: {len(self.missing)} tensors of the model are missing: {names}"
+            )
         if self.wrong:
             raise CheckpointError(f"{where}: does not fit its config.json: {'; '.join(self.wrong)}")
 
@@ -93,7 +104,9 @@ def take_census(checkpoint: Checkpoint, specs: Iterable[TensorSpec]) -> Census:
     return census
 
 
-def _find(spec: TensorSpec, names: frozenset[str], headers: Mapping[str, TensorRef] | None) -> Stored | None:
+def _find(
+    spec: TensorSpec, names: frozenset[str], headers: Mapping[str, TensorRef] | None
+) -> Stored | None:
     if spec.name in names:
         dtype = headers[spec.name].dtype if headers is not None else spec.dtype
         return Stored(spec, PLAIN_FORMATS.get(dtype, "f32"))
@@ -113,7 +126,9 @@ def _contradictions(stored: Stored, headers: Mapping[str, TensorRef]) -> Iterato
         if ref.shape not in (spec.shape, *spec.also):
             yield f"{spec.name} has shape {list(ref.shape)}, the config says {list(spec.shape)}"
         return
-    for name, dtype, shape in zip(stored.names, fmt.dtypes, fmt.part_shapes(spec.shape), strict=True):
+    for name, dtype, shape in zip(
+        stored.names, fmt.dtypes, fmt.part_shapes(spec.shape), strict=True
+    ):
         ref = headers[name]
         if ref.dtype != dtype or ref.shape != shape:
             yield f"{name} is {ref.dtype}{list(ref.shape)}, the config says {dtype}{list(shape)}"
@@ -125,7 +140,9 @@ class Weights:
     def __init__(self, checkpoint: Checkpoint, census: Census, reader: Reader, ops: Ops) -> None:
         """Index the census; nothing is read. `reader` stays the caller's."""
         self._refs, self._reader, self._ops = checkpoint.tensors, reader, ops
-        self._stored = {stored.spec.name: stored for stored in census.stored if stored.spec.expert is None}
+        self._stored = {
+            stored.spec.name: stored for stored in census.stored if stored.spec.expert is None
+        }
         self._experts: dict[tuple[int, int], list[Stored]] = {}
         for stored in census.stored:
             if stored.spec.expert is not None:

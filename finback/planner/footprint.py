@@ -68,7 +68,9 @@ def measure_footprint(checkpoint: Checkpoint) -> Footprint:
         num_parameters=parameters,
         tensors_by_role=dict(tensors),
         bytes_by_role=dict(sizes),
-        formats={role: " ".join(f for f, _ in counts.most_common()) for role, counts in formats.items()},
+        formats={
+            role: " ".join(f for f, _ in counts.most_common()) for role, counts in formats.items()
+        },
         expert_bytes_per_token=_expert_bytes_per_token(census, layout),
         skipped_tensors=len(skipped),
         skipped_bytes=_skipped_bytes(checkpoint, skipped, sum(sizes.values())),
@@ -80,7 +82,7 @@ def measure_footprint(checkpoint: Checkpoint) -> Footprint:
 
 
 def _expert_bytes_per_token(census: Census, layout: Layout) -> int:
-    """Bytes a token reads when no expert is in memory: per routed layer, top-k times the mean expert."""
+    """Sum up what a token reads when no expert is in memory: top-k mean experts a layer."""
     per_layer: Counter[int] = Counter()
     for stored in census.stored:
         if stored.spec.expert is not None:

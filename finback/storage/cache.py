@@ -1,4 +1,4 @@
-"""Experts in memory: read when a step needs them, kept while there is room, least recent given up first."""
+"""Experts in memory: read when needed, kept while there is room, least recent given up first."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +40,11 @@ class ExpertCache:
     """Keeps recently used experts up to a number of bytes."""
 
     def __init__(
-        self, layout: Callable[[int, int], ExpertLayout], reader: Reader, spans: Spans, max_bytes: int
+        self,
+        layout: Callable[[int, int], ExpertLayout],
+        reader: Reader,
+        spans: Spans,
+        max_bytes: int,
     ) -> None:
         """Start empty.
 
@@ -107,6 +111,7 @@ def _check_scales(data: Bytes, layout: ExpertLayout, layer: int, expert: int) ->
         start, stop = part.spans[FORMATS[part.format].suffixes.index("_scale")]
         if (data[start:stop] == MXFP4_BAD_SCALE).any():
             raise DamagedFile(
-                f"{layout.extents[0].path}: expert {expert} of layer {layer}, {name}.weight_scale holds the byte "
-                f"{MXFP4_BAD_SCALE}, which stands for no number; download the file again"
+                f"{layout.extents[0].path}: expert {expert} of layer {layer}, {name}.weight_scale "
+                f"holds the byte {MXFP4_BAD_SCALE}, which stands for no number; "
+                "download the file again"
             )

@@ -57,7 +57,7 @@ class Reader:
         position = 0
         with self._spans.span("read"):
             for extent in wanted:
-                self._read_into(extent, memoryview(buffer)[position : position + extent.num_bytes])
+                self._read_into(extent, buffer.data[position : position + extent.num_bytes])
                 position += extent.num_bytes
         self._spans.count("bytes_read", len(buffer))
         self._spans.count("reads", len(wanted))
@@ -72,7 +72,10 @@ class Reader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -86,7 +89,9 @@ class Reader:
                     break
                 done += count
         except OSError as error:
-            raise ReadError(f"{extent.path}: reading at byte {extent.offset} failed ({error.strerror})") from error
+            raise ReadError(
+                f"{extent.path}: reading at byte {extent.offset} failed ({error.strerror})"
+            ) from error
         if done < len(view):
             raise ReadError(
                 f"{extent.path}: ended after {extent.offset + done} bytes, "

@@ -74,7 +74,9 @@ class XtmlChat:
 class TemplateChat:
     """A checkpoint's jinja template, run in a sandbox without access to anything but its inputs."""
 
-    def __init__(self, tokenizer: Tokenizer, source: str, special_strings: Mapping[str, str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, source: str, special_strings: Mapping[str, str]
+    ) -> None:
         """Compile the template.
 
         Raises:
@@ -84,13 +86,17 @@ class TemplateChat:
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
-            raise TokenizerError(f"the chat template of this checkpoint is not valid jinja: {error}") from error
+            raise TokenizerError(
+                f"the chat template of this checkpoint is not valid jinja: {error}"
+            ) from error
         self._tokenizer, self._special_strings = tokenizer, special_strings
 
     def encode(self, messages: Sequence[Message], options: ChatOptions) -> list[int]:
@@ -109,7 +115,9 @@ class TemplateChat:
         except RequestError:
             raise
         except Exception as error:  # whatever a stranger's template does wrong
-            raise RequestError(f"the model's chat template refuses these messages: {error}") from error
+            raise RequestError(
+                f"the model's chat template refuses these messages: {error}"
+            ) from error
         return guard.encode(text, self._tokenizer)
 
     def parser(self, options: ChatOptions) -> Parser:
@@ -118,7 +126,7 @@ class TemplateChat:
 
 
 class _Guard:
-    """Hides special strings in what users write, so that a template cannot make structure of them."""
+    """Hides special strings in what users write, so that no template makes structure of them."""
 
     def __init__(self, specials: Mapping[str, int]) -> None:
         self._strings = sorted((s for s in specials if s), key=len, reverse=True)

@@ -1,6 +1,6 @@
 """Reasoning, content and tool calls out of a model's answer, as its ids arrive.
 
-Structure is recognised by token id, never by text: what a model writes inside an element cannot end it.
+Structure is recognised by token id, never by text: no text inside an element can end it.
 """
 
 import json
@@ -90,9 +90,11 @@ class XtmlParser:
     """
 
     def __init__(self, tokenizer: Tokenizer, inside: str | None = None) -> None:
-        """Start a message, or continue inside the element the prompt has opened (`think`, `response`)."""
+        """Start a message, or go on inside the element the prompt has opened (`think`)."""
         self._tokenizer = tokenizer
-        self._open, self._close, self._sep, self._end = (tokenizer.specials[s] for s in (OPEN, CLOSE, SEP, END))
+        self._open, self._close, self._sep, self._end = (
+            tokenizer.specials[s] for s in (OPEN, CLOSE, SEP, END)
+        )
         self._stack = [_Element(inside, {})] if inside else []
         self._tag: list[int] | None = None  # ids of the tag being read
         self._is_closing = False
@@ -127,7 +129,10 @@ class XtmlParser:
         # An element that cannot stand inside the open one ends it: its closer was left out.
         parents = {"argument": "call", "json": "call", "call": "tools"}
         parent = parents.get(element.tag)
-        keep = max((n for n, e in enumerate(self._stack, 1) if e.tag == parent or e.tag == "message"), default=0)
+        keep = max(
+            (n for n, e in enumerate(self._stack, 1) if e.tag == parent or e.tag == "message"),
+            default=0,
+        )
         pieces = self._leave_to(keep)
         self._stack.append(element)
         self._text = ""
@@ -136,7 +141,9 @@ class XtmlParser:
         return pieces
 
     def _closed(self, tag: str) -> list[Piece]:
-        depth = next((n for n in range(len(self._stack) - 1, -1, -1) if self._stack[n].tag == tag), None)
+        depth = next(
+            (n for n in range(len(self._stack) - 1, -1, -1) if self._stack[n].tag == tag), None
+        )
         if depth is None:  # also the message itself, which the prompt has opened
             return self._leave_to(0) if tag == "message" else []
         return self._leave_to(depth)

@@ -1,6 +1,6 @@
 """Token ids from text and bytes from token ids, for both kinds of published vocabulary.
 
-`tiktoken.model` holds byte strings by rank (Kimi); `tokenizer.json` is read by the `tokenizers` library.
+`tiktoken.model` holds byte strings by rank (Kimi); `tokenizer.json` is read by `tokenizers`.
 """
 
 import base64
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as HubTokenizer
 
 from finback.errors import TokenizerError
 
-# Kimi's pre-token pattern, from the specification of the checkpoint's own tokenizer (docs/architecture.md).
+# Kimi's pre-token pattern: protocol data of the checkpoint's own tokenizer.
 KIMI_PATTERN = "|".join(
     [
         r"[\p{Han}]+",
@@ -120,7 +120,9 @@ class JsonTokenizer:
         self._inner = inner
         added = inner.get_added_tokens_decoder()
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
-        self.specials = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.specials = {
+            token.content: token_id for token_id, token in added.items() if token.special
+        }
         self.num_tokens = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         decoder = json.loads(inner.to_str()).get("decoder") or {}
         parts = [decoder, *(decoder.get("decoders") or [])]
@@ -223,7 +225,9 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         except (binascii.Error, ValueError, IndexError):
             raise TokenizerError(f"{path}: line {number + 1} is not '<base64> <rank>'") from None
         if len(fields) != 2 or rank != number or not token or token in ranks:
-            raise TokenizerError(f"{path}: line {number + 1} must hold a new token of rank {number}")
+            raise TokenizerError(
+                f"{path}: line {number + 1} must hold a new token of rank {number}"
+            )
         ranks[token] = rank
     if any(bytes([b]) not in ranks for b in range(256)):
         raise TokenizerError(f"{path}: some single bytes have no rank, so some text has no ids")
@@ -247,7 +251,8 @@ def special_names(config: Mapping[str, object], first: int, folder: Path) -> dic
             raise TokenizerError(f"{where}: added token {key!r} has no content or no number")
         if not first <= int(key) < first + NUM_KIMI_SPECIALS:
             raise TokenizerError(
-                f"{where}: added token {key} ({content!r}) must lie in {first}…{first + NUM_KIMI_SPECIALS - 1}"
+                f"{where}: added token {key} ({content!r}) must lie in "
+                f"{first}…{first + NUM_KIMI_SPECIALS - 1}"
             )
         names[int(key)] = content
     return names

@@ -15,8 +15,8 @@ IMAGE = "<|kimi_image_placeholder|>"
 EFFORTS = ("low", "high", "max")
 
 EFFORT_TEXT = (
-    "`thinking_effort` guides on how much to think in your thinking channel (not including the response"
-    " channel), supported values include `low`, `medium`, `high`, and `max`.\n"
+    "`thinking_effort` guides on how much to think in your thinking channel (not including the"
+    " response channel), supported values include `low`, `medium`, `high`, and `max`.\n"
     "Now the system is invoked with `thinking_effort={}`."
 )
 TOOL_CHOICE_TEXT = {
@@ -30,9 +30,7 @@ FORMAT_TEXT = (
     " markdown code blocks (```json) or any additional formatting."
 )
 SCHEMA_TEXT = "\nThe JSON data must match the following schema:\n```json\n{}\n```"
-TOOLS_TEXT = (
-    "# Tools\nHere are the available tools, described in JSONSchema.\n\n```json\n{}\n```"
-)
+TOOLS_TEXT = "# Tools\nHere are the available tools, described in JSONSchema.\n\n```json\n{}\n```"
 NEW_TOOLS_TEXT = (
     "## New Tools Available\nThe system dynamically extends the toolset via lazy-loading.\n"
     "You have access to all existing and extended tools.\n"
@@ -63,8 +61,8 @@ def render(
     """Render a conversation.
 
     Args:
-        messages: In OpenAI's shape: `role`, `content`, and per role `name`, `tools`, `reasoning_content`,
-            `tool_calls`, `tool_call_id`.
+        messages: In OpenAI's shape: `role`, `content`, and per role `name`, `tools`,
+            `reasoning_content`, `tool_calls`, `tool_call_id`.
         image_prompts: One string per image, in order; the text model itself serves none.
 
     Raises:
@@ -133,7 +131,9 @@ def _response_format(value: Mapping[str, object]) -> list[Segment]:
         return _internal("response-format", FORMAT_TEXT.format(kind))
     schema = value.get("json_schema")
     if kind != "json_schema" or not isinstance(schema, Mapping):
-        raise RequestError("response_format needs type text, json_object, or json_schema with a json_schema")
+        raise RequestError(
+            "response_format needs type text, json_object, or json_schema with a json_schema"
+        )
     body = FORMAT_TEXT.format(kind) + SCHEMA_TEXT.format(_compact(schema.get("schema", schema)))
     return _internal("response-format", body)
 
@@ -145,7 +145,9 @@ def _message(message: Message, thinking: bool, images: Iterator[str]) -> list[Se
     role = message.get("role")
     if role == "system" and message.get("tools"):
         if message.get("content"):
-            raise RequestError("a system message carries either tools or content; send two messages")
+            raise RequestError(
+                "a system message carries either tools or content; send two messages"
+            )
         return _internal("tool-declare", NEW_TOOLS_TEXT.format(_compact(message["tools"])))
     attributes = {"role": str(role)}
     content = list(_content(message, images))
@@ -157,7 +159,11 @@ def _message(message: Message, thinking: bool, images: Iterator[str]) -> list[Se
     else:
         raise RequestError(f"unknown role {role!r}; use system, user, assistant or tool")
     if role == "assistant":
-        content = [*_reasoning(message, thinking), *_element("response", content), *_tool_calls(message)]
+        content = [
+            *_reasoning(message, thinking),
+            *_element("response", content),
+            *_tool_calls(message),
+        ]
     return [*_element("message", content, **attributes), Segment(END, True)]
 
 
@@ -166,9 +172,11 @@ def _content(message: Message, images: Iterator[str]) -> Iterator[Segment]:
     if content is None:
         return
     for part in [content] if isinstance(content, str) else _list(content, "content"):
-        kind = "text" if isinstance(part, str) else part.get("type") if isinstance(part, Mapping) else None
-        if kind == "text":
-            text = part if isinstance(part, str) else part.get("text")
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(part, Mapping) and kind == "text":
+            text = part.get("text")
             if not isinstance(text, str):
                 raise RequestError("a text part needs a string in 'text'")
             yield from _text_with_images(text, images)
@@ -273,7 +281,7 @@ def _calls_of(message: Message) -> list[Mapping[str, object]]:
 
 
 def _in_call_order(messages: Sequence[Message]) -> Iterator[Message]:
-    """Give every tool message its `tool` name and `index`, and sort results into the order of the calls."""
+    """Give tool messages their `tool` name and `index`, and sort them into the calls' order."""
     calls: list[Mapping[str, object]] = []
     run: list[Message] = []
     index = 0
@@ -307,5 +315,7 @@ def _named_results(
         if not name and position < len(calls):
             name = _call_name(calls[position])
         if not name:
-            raise RequestError("a tool message needs tool_call_id, tool or name: no call precedes it")
+            raise RequestError(
+                "a tool message needs tool_call_id, tool or name: no call precedes it"
+            )
         yield {**message, "tool": name}

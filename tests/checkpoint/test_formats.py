@@ -41,7 +41,8 @@ def test_bf16_is_the_upper_half_of_a_float32() -> None:
 def test_plain_floats(name: str, dtype: type) -> None:
     values = np.array([[0, -1.5, 65504, 6e-8]], dtype)
     np.testing.assert_array_equal(
-        unpack(Weight(name, (1, 4), (values.view(np.uint8).reshape(-1),))), values.astype(np.float32)
+        unpack(Weight(name, (1, 4), (values.view(np.uint8).reshape(-1),))),
+        values.astype(np.float32),
     )
 
 

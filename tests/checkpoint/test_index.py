@@ -55,7 +55,16 @@ def test_opening_reads_no_header_and_no_weight(broken: Path) -> None:
 
 @pytest.mark.parametrize(
     "file",
-    ["../model.safetensors", "/etc/x.safetensors", "a/../../x.safetensors", "..\\x.safetensors", "x", "", 7, None],
+    [
+        "../model.safetensors",
+        "/etc/x.safetensors",
+        "a/../../x.safetensors",
+        "..\\x.safetensors",
+        "x",
+        "",
+        7,
+        None,
+    ],
 )
 def test_no_path_leads_out_of_the_folder(broken: Path, file: object) -> None:
     index = json.loads((broken / INDEX).read_text())
@@ -129,7 +138,11 @@ def load_bf16(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
 def save_raw(path: Path, arrays: dict[str, tuple[str, list[int], bytes]]) -> None:
     header, data = {}, b""
     for name, (dtype, shape, raw) in arrays.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
         data += raw
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)

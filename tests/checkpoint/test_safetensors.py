@@ -1,6 +1,8 @@
 """A header is believed only after everything in it was checked."""
 
+import contextlib
 import json
+import tempfile
 import tracemalloc
 from pathlib import Path
 
@@ -15,7 +17,9 @@ from finback.errors import DamagedFile
 from tests.conftest import write_safetensors
 
 
-def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8)) -> dict[str, object]:
+def entry(
+    dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8)
+) -> dict[str, object]:
     def plain(value: object) -> object:
         return list(value) if isinstance(value, tuple) else value
 
@@ -76,7 +80,9 @@ def test_a_file_too_short_for_a_header(tmp_path: Path, size: int) -> None:
 
 def test_a_huge_claim_allocates_nothing(tmp_path: Path) -> None:
     path = write_safetensors(tmp_path / "x.safetensors", b"{}", length=2**40)
-    big = write_safetensors(tmp_path / "y.safetensors", {"a": entry(shape=(2**40,), offsets=(0, 2**42))})
+    big = write_safetensors(
+        tmp_path / "y.safetensors", {"a": entry(shape=(2**40,), offsets=(0, 2**42))}
+    )
     tracemalloc.start()
     for file in (path, big):
         with pytest.raises(DamagedFile):
@@ -87,21 +93,15 @@ def test_a_huge_claim_allocates_nothing(tmp_path: Path) -> None:
 
 @given(st.binary(max_size=300))
 def test_random_bytes_are_refused_or_read_never_worse(raw: bytes) -> None:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.safetensors"
         path.write_bytes(raw)
-        try:
+        with contextlib.suppress(DamagedFile):
             read_header(path)
-        except DamagedFile:
-            pass
 
 
 @given(st.data())
 def test_a_changed_header_is_refused_or_consistent(data: st.DataObject) -> None:
-    import tempfile
-
     table = {"a": entry(), "b": entry(shape=(1, 2), offsets=(8, 16)), "__metadata__": {"k": "v"}}
     text = bytearray(json.dumps(table).encode())
     at = data.draw(st.integers(0, len(text) - 1))

@@ -1,4 +1,4 @@
-"""Every way a checkpoint can be wrong: exit 3, one clear sentence, no traceback, nothing allocated first."""
+"""Every way a checkpoint can be wrong: exit 3, one sentence, no traceback, nothing allocated."""
 
 import json
 import resource
@@ -14,14 +14,25 @@ from finback.checkpoint.index import INDEX
 from tests.conftest import edit_json, header_of
 
 SHARD = "model-00003-of-000011.safetensors"
-# More than an idle interpreter with NumPy and the tokenizers, far less than any of the absurd sizes.
+# More than the interpreter with NumPy and the tokenizers, far less than any absurd size.
 ADDRESS_SPACE = 3 << 30
 
 
 def run(folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the command in a process that could not allocate much if it tried."""
     return subprocess.run(
-        [sys.executable, "-m", "finback", "run", "--model", str(folder), "--raw", "--max-tokens", "2", "x"],
+        [
+            sys.executable,
+            "-m",
+            "finback",
+            "run",
+            "--model",
+            str(folder),
+            "--raw",
+            "--max-tokens",
+            "2",
+            "x",
+        ],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -122,29 +133,53 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "config is a list": (write("config.json", b"[]"), "must hold a JSON object"),
     "broken index": (write(INDEX, b"\xff"), "not valid JSON"),
     "index without map": (write(INDEX, b"{}"), "weight_map must be an object"),
-    "broken generation config": (write("generation_config.json", b"nope"), "generation_config.json: not valid JSON"),
+    "broken generation config": (
+        write("generation_config.json", b"nope"),
+        "generation_config.json: not valid JSON",
+    ),
     "broken vocabulary": (write("tiktoken.model", b"nope"), "tiktoken.model: line 1"),
     "missing vocabulary": (lambda f: (f / "tiktoken.model").unlink(), "neither tiktoken.model nor"),
     "missing shard": (lambda f: (f / SHARD).unlink(), "experts.[0-15].w1.weight_packed"),
     "missing config": (lambda f: (f / "config.json").unlink(), "config.json: missing"),
-    "missing tensor": (missing_tensor, "1 tensors of the model are missing: language_model.lm_head.weight"),
+    "missing tensor": (
+        missing_tensor,
+        "1 tensors of the model are missing: language_model.lm_head.weight",
+    ),
     "tensor in two files": (duplicate, "is in two files"),
     "dtype against the config": (wrong_dtype, "input_layernorm.weight is I16"),
-    "shape against the config": (wrong_shape, "q_proj.weight has shape [128, 160], the config says [160, 128]"),
+    "shape against the config": (
+        wrong_shape,
+        "q_proj.weight has shape [128, 160], the config says [160, 128]",
+    ),
     "config against the shapes": (config(text_config__hidden_size=256), "the config says"),
     "scale byte 255": (bad_scale, "w2.weight_scale holds the byte 255"),
-    "unknown model_type": (config(model_type="gpt9"), "model_type 'gpt9' is not supported; finback runs kimi_k3"),
+    "unknown model_type": (
+        config(model_type="gpt9"),
+        "model_type 'gpt9' is not supported; finback runs kimi_k3",
+    ),
     "model_type is a path": (config(model_type="../x"), "is not supported"),
     "no model_type": (config(model_type=None), "model_type None is not supported"),
-    "absurd width": (config(text_config__hidden_size=10**15), "hidden_size must be a whole number from 1 to"),
+    "absurd width": (
+        config(text_config__hidden_size=10**15),
+        "hidden_size must be a whole number from 1 to",
+    ),
     "absurd layers": (config(text_config__num_hidden_layers=10**9), "num_hidden_layers must be"),
     "absurd experts": (config(text_config__num_experts=10**9), "num_experts must be"),
     "width of zero": (config(text_config__hidden_size=0), "hidden_size must be"),
     "text for a number": (config(text_config__kv_lora_rank="many"), "kv_lora_rank must be"),
     "missing key": (config(text_config__kv_lora_rank=None), "kv_lora_rank must be a whole number"),
-    "top-k above the experts": (config(text_config__num_experts_per_token=17), "num_experts_per_token must be"),
-    "layer map with a hole": (config(text_config__linear_attn_config__kda_layers=[1]), "name each layer from 1 to 9"),
-    "unknown activation": (config(text_config__hidden_act="gelu"), "hidden_act must be silu or situ"),
+    "top-k above the experts": (
+        config(text_config__num_experts_per_token=17),
+        "num_experts_per_token must be",
+    ),
+    "layer map with a hole": (
+        config(text_config__linear_attn_config__kda_layers=[1]),
+        "name each layer from 1 to 9",
+    ),
+    "unknown activation": (
+        config(text_config__hidden_act="gelu"),
+        "hidden_act must be silu or situ",
+    ),
     "path out of the folder": (traversal, "no file of this folder"),
     "broken link": (broken_link, f"files are missing ({SHARD})"),
     "nested text_config missing": (config(text_config=None), "text_config must be an object"),

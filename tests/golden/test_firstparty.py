@@ -42,7 +42,9 @@ def draw(name: str, shape: tuple[int, ...], salt: str) -> np.ndarray:
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict]]:
+def golden(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, dict]]:
     """Write one golden's weights as a checkpoint; give the folder and the stored results."""
     path = FOLDER / f"golden-{request.param}.safetensors"
     with safe_open(path, "np") as file:

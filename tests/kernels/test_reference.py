@@ -71,12 +71,18 @@ def test_sigmoid_does_not_overflow(far: float) -> None:
 def test_expert_is_down_of_gated_pair() -> None:
     x, w1, w3, w2 = normal(3, 4), normal(5, 4), normal(5, 4), normal(4, 5)
     act = Activation("silu")
-    close(ops.expert(x, weight(w1), weight(w2), weight(w3), act), ops.glu(x @ w1.T, x @ w3.T, act) @ w2.T)
+    close(
+        ops.expert(x, weight(w1), weight(w2), weight(w3), act),
+        ops.glu(x @ w1.T, x @ w3.T, act) @ w2.T,
+    )
 
 
 def test_short_conv_continues_over_borders() -> None:
     x, taps = normal(11, 6), normal(6, 4)
-    whole, history = ops.short_conv(x, np.zeros((3, 6), np.float32), taps), np.zeros((3, 6), np.float32)
+    whole, history = (
+        ops.short_conv(x, np.zeros((3, 6), np.float32), taps),
+        np.zeros((3, 6), np.float32),
+    )
     parts = [ops.short_conv(x[a:b], history, taps) for a, b in ((0, 1), (1, 3), (3, 11))]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
     np.testing.assert_array_equal(history, x[-3:])
@@ -110,7 +116,13 @@ def test_delta_rule_step_by_step() -> None:
 
 
 def test_delta_rule_in_pieces_gives_the_same_bits() -> None:
-    args = [normal(7, 2, 4), normal(7, 2, 4), normal(7, 2, 4), -np.abs(normal(7, 2, 4)), np.abs(normal(7, 2))]
+    args = [
+        normal(7, 2, 4),
+        normal(7, 2, 4),
+        normal(7, 2, 4),
+        -np.abs(normal(7, 2, 4)),
+        np.abs(normal(7, 2)),
+    ]
     one, many = np.zeros((2, 4, 4), np.float32), np.zeros((2, 4, 4), np.float32)
     whole = ops.delta_rule(*args, one)
     parts = [ops.delta_rule(*(a[n : n + 1] for a in args), many) for n in range(7)]
@@ -120,7 +132,13 @@ def test_delta_rule_in_pieces_gives_the_same_bits() -> None:
 
 def test_latent_attention_is_attention_over_lifted_rows() -> None:
     H, N, X, r, M, S, T = 3, 4, 2, 5, 6, 9, 3
-    q, extra, rows, key, value = normal(T, H, N), normal(T, H, X), normal(S, r + X), normal(H, N, r), normal(H, M, r)
+    q, extra, rows, key, value = (
+        normal(T, H, N),
+        normal(T, H, X),
+        normal(S, r + X),
+        normal(H, N, r),
+        normal(H, M, r),
+    )
     out = ops.latent_attention(q, extra, rows, key, value, 0.4)
     for t in range(T):
         seen = rows[: S - T + t + 1].astype(float)

@@ -28,7 +28,9 @@ def test_hidden_states_and_routes_agree_layer_by_layer(tiny: Path) -> None:
     for layer, x in enumerate(seen.layers):
         assert np.abs(x - hidden[layer]).max() < 1e-3 * np.abs(hidden[layer]).max()
     assert list(seen.routes) == list(model.shape.routed_layers)
-    np.testing.assert_array_equal(np.stack(list(seen.routes.values())), reference["routed_expert_ids"])
+    np.testing.assert_array_equal(
+        np.stack(list(seen.routes.values())), reference["routed_expert_ids"]
+    )
 
 
 def test_the_same_bits_whatever_the_chunks_and_the_cache(tiny: Path) -> None:

@@ -1,4 +1,4 @@
-"""The published Kimi K3 as it is, without its weights: values of its config, bytes of its tensors."""
+"""The published Kimi K3 without its weights: values of its config, bytes of its tensors."""
 
 import json
 import subprocess
@@ -19,25 +19,58 @@ FULL = [*range(4, 93, 4), 93]
 def k3_config() -> dict[str, Any]:
     """Give the values of the published config.json that describe the text model."""
     text = {
-        "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear",
-        "vocab_size": 163840, "hidden_size": 7168, "num_hidden_layers": 93, "intermediate_size": 33792,
-        "hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0,
-        "rms_norm_eps": 1e-5, "attn_res_block_size": 12, "num_attention_heads": 96, "num_key_value_heads": 96,
-        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-        "v_head_dim": 128, "mla_use_nope": True, "mla_use_output_gate": True,
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "vocab_size": 163840,
+        "hidden_size": 7168,
+        "num_hidden_layers": 93,
+        "intermediate_size": 33792,
+        "hidden_act": "situ",
+        "activation_situ_beta": 4.0,
+        "activation_situ_linear_beta": 25.0,
+        "rms_norm_eps": 1e-5,
+        "attn_res_block_size": 12,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 96,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "mla_use_nope": True,
+        "mla_use_output_gate": True,
         "linear_attn_config": {
-            "num_heads": 96, "head_dim": 128, "short_conv_kernel_size": 4, "use_full_rank_gate": True,
-            "gate_lower_bound": -5.0, "full_attn_layers": FULL,
+            "num_heads": 96,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+            "use_full_rank_gate": True,
+            "gate_lower_bound": -5.0,
+            "full_attn_layers": FULL,
             "kda_layers": [n for n in range(1, 94) if n not in FULL],
         },
-        "num_experts": 896, "num_experts_per_token": 16, "top_k": 50, "num_shared_experts": 2,
-        "moe_intermediate_size": 3072, "routed_expert_hidden_size": 3584, "latent_moe_use_norm": True,
-        "moe_router_activation_func": "sigmoid", "topk_method": "noaux_tc", "moe_renormalize": True,
-        "routed_scaling_factor": 1.0, "use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1,
-        "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 0,
-        "max_position_embeddings": 1048576, "tie_word_embeddings": False,
-        "bos_token_id": 163584, "eos_token_id": 163586, "pad_token_id": 163839,
-    }  # fmt: skip
+        "num_experts": 896,
+        "num_experts_per_token": 16,
+        "top_k": 50,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 3072,
+        "routed_expert_hidden_size": 3584,
+        "latent_moe_use_norm": True,
+        "moe_router_activation_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_renormalize": True,
+        "routed_scaling_factor": 1.0,
+        "use_grouped_topk": True,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 0,
+        "max_position_embeddings": 1048576,
+        "tie_word_embeddings": False,
+        "bos_token_id": 163584,
+        "eos_token_id": 163586,
+        "pad_token_id": 163839,
+    }
     return {
         "architectures": ["KimiK3ForConditionalGeneration"],
         "model_type": "kimi_k3",
@@ -56,7 +89,9 @@ def k3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weight_map = {}
     for spec in kimi_k3.read_config(Fields(k3_config(), "")).tensors():
         suffixes = ("_packed", "_scale") if spec.expert else ("",)
-        layer = int(spec.name.split(".layers.")[1].split(".")[0]) + 1 if ".layers." in spec.name else 94
+        layer = (
+            int(spec.name.split(".layers.")[1].split(".")[0]) + 1 if ".layers." in spec.name else 94
+        )
         for suffix in suffixes:
             weight_map[spec.name + suffix] = f"model-{layer:05d}-of-000096.safetensors"
     weight_map |= {f"vision_tower.t{n}": "model-00095-of-000096.safetensors" for n in range(165)}
@@ -87,7 +122,9 @@ def test_the_layer_map_and_the_state(k3: Path) -> None:
     assert len(shape.routed_layers) == 92
     assert shape.routed_layers[0] == 1
     assert shape.state_bytes == 434_110_464 + 30_523_392
-    assert shape.state_bytes_per_token == 2 * 27_648  # float32 rows; the specification counts bfloat16
+    assert (
+        shape.state_bytes_per_token == 2 * 27_648
+    )  # float32 rows; the specification counts bfloat16
 
 
 def test_inspect_prints_the_table(k3: Path) -> None:
@@ -100,7 +137,7 @@ def test_inspect_prints_the_table(k3: Path) -> None:
 def test_the_real_file_is_accepted_where_it_is_at_hand(k3: Path) -> None:
     real = Path(__file__).parents[3] / "shared" / "fixtures" / "k3-meta" / "config.json"
     if not real.exists():
-        pytest.skip("the published config.json is not part of this repository; put it in ../shared/fixtures/k3-meta")
+        pytest.skip("needs the published config.json of Kimi K3 in ../shared/fixtures/k3-meta")
     text = json.loads(real.read_text())
     assert kimi_k3.read_config(Fields(text, "")) == kimi_k3.read_config(Fields(k3_config(), ""))
     for key, value in k3_config()["text_config"].items():

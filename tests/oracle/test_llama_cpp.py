@@ -123,7 +123,7 @@ def serve(model: Path, prompt: Path, answer: Path) -> None:
                 "max_tokens": count,
                 "temperature": 0,
                 "n_probs": 1 << 20,  # all; taken before sampling
-                "ignore_eos": True,  # a chosen end token would come without its row
+                "ignore_eos": True,  # the continuation must not end early
                 "cache_prompt": False,
             }
         )

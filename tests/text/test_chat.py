@@ -66,7 +66,10 @@ def test_a_broken_template_is_refused_at_load(tmp_path: Path) -> None:
 
 def test_a_template_inside_the_tokenizer_config(tmp_path: Path) -> None:
     byte_level_file(tmp_path)
-    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ eos_token }}"}]
+    named = [
+        {"name": "tool_use", "template": "no"},
+        {"name": "default", "template": "{{ eos_token }}"},
+    ]
     config = {"chat_template": named, "eos_token": {"content": "<|im_end|>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(tmp_path)

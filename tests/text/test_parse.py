@@ -45,7 +45,10 @@ values = st.recursive(
     reasoning=texts,
     content=texts,
     calls=st.lists(
-        st.tuples(texts.filter(bool), st.dictionaries(texts.filter(lambda k: k == k.strip()), values, max_size=3)),
+        st.tuples(
+            texts.filter(bool),
+            st.dictionaries(texts.filter(lambda k: k == k.strip()), values, max_size=3),
+        ),
         max_size=3,
     ),
     thinking=st.booleans(),
@@ -65,7 +68,9 @@ def test_every_rendered_answer_is_read_back(
     assert [(c.name, json.loads(c.arguments)) for c in got.tool_calls] == calls
 
 
-@pytest.mark.skipif(not published_cases(), reason="the published cases are not part of this repository (../shared)")
+@pytest.mark.skipif(
+    not published_cases(), reason="the published cases are not part of this repository (../shared)"
+)
 def test_assistant_turns_of_the_published_cases_are_read_back() -> None:
     count = 0
     for case in published_cases():
@@ -74,7 +79,9 @@ def test_assistant_turns_of_the_published_cases_are_read_back() -> None:
                 continue
             got = read(answer_ids({k: v for k, v in message.items() if k != "name"}))
             assert got.content == (message["content"] or "")
-            assert got.reasoning == (message.get("reasoning_content") or message.get("reasoning") or "")
+            assert got.reasoning == (
+                message.get("reasoning_content") or message.get("reasoning") or ""
+            )
             for mine, theirs in zip(got.tool_calls, message.get("tool_calls", []), strict=True):
                 assert mine.name == theirs["function"]["name"]
             count += 1
@@ -90,6 +97,7 @@ def ids_of(*parts: str | tuple[str]) -> list[int]:
 
 
 OPEN, CLOSE, SEP, END = ("<|open|>",), ("<|close|>",), ("<|sep|>",), ("<|end_of_msg|>",)
+CALL_F = (OPEN, "tools", SEP, OPEN, 'call tool="f"', SEP)
 
 
 @pytest.mark.parametrize(
@@ -103,15 +111,18 @@ OPEN, CLOSE, SEP, END = ("<|open|>",), ("<|close|>",), ("<|sep|>",), ("<|end_of_
         (("a <|open|> b",), "a <|open|> b", "", []),  # ordinary text that looks like structure
         ((OPEN, "tools", SEP, OPEN, 'call tool="f" index="1"', SEP), "", "", [("f", {})]),
         (
-            (OPEN, "tools", SEP, OPEN, 'call tool="f"', SEP, OPEN, 'argument key="n" type="number"', SEP, "4"),
+            (*CALL_F, OPEN, 'argument key="n" type="number"', SEP, "4"),
             "", "", [("f", {"n": 4})],
         ),
         (  # two calls, no closers at all
-            (OPEN, "tools", SEP, OPEN, 'call tool="f"', SEP, OPEN, 'argument key="a" type="string"', SEP, "4",
+            (*CALL_F, OPEN, 'argument key="a" type="string"', SEP, "4",
              OPEN, 'argument key="b" type="number"', SEP, "oops", OPEN, 'call tool="g"', SEP),
             "", "", [("f", {"a": "4", "b": "oops"}), ("g", {})],
         ),
-        ((OPEN, "tools", SEP, OPEN, 'call tool="a&quot;&amp;quot;"', SEP, END), "", "", [('a"&quot;', {})]),
+        (
+            (OPEN, "tools", SEP, OPEN, 'call tool="a&quot;&amp;quot;"', SEP, END),
+            "", "", [('a"&quot;', {})],
+        ),
         ((OPEN, "unterminated"), "", "", []),
         ((SEP, "x"), "x", "", []),
     ],

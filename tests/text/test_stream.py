@@ -42,7 +42,9 @@ def test_special_tokens_give_no_text() -> None:
     st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
     st.lists(st.integers(1, 5), max_size=40),
 )
-def test_cut_anywhere_the_text_is_that_before_the_first_stop(text: str, stop: list[str], sizes: list[int]) -> None:
+def test_cut_anywhere_the_text_is_that_before_the_first_stop(
+    text: str, stop: list[str], sizes: list[int]
+) -> None:
     stops, out, at = StopStrings(stop), "", 0
     for size in [*sizes, len(text)]:
         out += stops.push(text[at : at + size])

@@ -19,7 +19,7 @@ CASES = json.loads((DATA / "tiny-k3" / "tokenizer_cases.json").read_text())
 
 
 def test_the_pattern_is_the_published_one() -> None:
-    assert KIMI_PATTERN == CASES["pat_str"]
+    assert CASES["pat_str"] == KIMI_PATTERN
 
 
 @pytest.mark.parametrize("case", CASES["cases"], ids=lambda c: repr(c["text"][:20]))
@@ -40,7 +40,9 @@ def test_special_tokens_follow_the_ranks() -> None:
 @given(st.text(max_size=200))
 def test_text_comes_back(text: str) -> None:
     ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    assert tokenizer.decode(ids) == text.encode("utf-16", "surrogatepass").decode(
+        "utf-16", "replace"
+    )
 
 
 def test_unknown_ids_stand_for_nothing() -> None:
@@ -59,10 +61,12 @@ def test_extreme_inputs_are_cut_and_nothing_is_lost() -> None:
 def test_real_cases_where_the_real_vocabulary_is_at_hand() -> None:
     folder = Path(__file__).parents[3] / "shared" / "fixtures"
     if not (folder / "k3-meta" / "tiktoken.model").exists():
-        pytest.skip("needs the real tiktoken.model in ../shared/fixtures/k3-meta, 2.8 MB, from the published model")
+        pytest.skip("needs the published tiktoken.model of Kimi K3 in ../shared/fixtures/k3-meta")
     real = load_tokenizer(folder / "k3-meta")
     for case in json.loads((folder / "k3-chat" / "real_tokenizer_cases.json").read_text())["cases"]:
-        assert real.encode(case["text"], allow_special=case.get("allow_special", False)) == case["ids"]
+        assert (
+            real.encode(case["text"], allow_special=case.get("allow_special", False)) == case["ids"]
+        )
 
 
 def ranks_file(folder: Path, lines: list[bytes]) -> Path:
@@ -116,7 +120,10 @@ def byte_level_file(folder: Path) -> Path:
     """Train a small tokenizer.json, byte level, as most families publish."""
     inner = HubTokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(r"\s?\S+|\s+"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(r"\s?\S+|\s+"), "isolated"),
+            pre_tokenizers.ByteLevel(False, use_regex=False),
+        ]
     )
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -129,14 +136,18 @@ def byte_level_file(folder: Path) -> Path:
 
 
 @given(text=st.text(max_size=100))
-def test_a_tokenizer_json_gives_text_back(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+def test_a_tokenizer_json_gives_text_back(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
     folder = tmp_path_factory.getbasetemp() / "json-tokenizer"
     if not folder.exists():
         folder.mkdir()
         byte_level_file(folder)
     loaded = load_tokenizer(folder)
     assert isinstance(loaded, JsonTokenizer)
-    assert loaded.decode(loaded.encode(text)) == text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    assert loaded.decode(loaded.encode(text)) == text.encode("utf-16", "surrogatepass").decode(
+        "utf-16", "replace"
+    )
 
 
 def test_special_strings_of_a_tokenizer_json_in_both_modes(tmp_path: Path) -> None:

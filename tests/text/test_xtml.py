@@ -1,4 +1,4 @@
-"""K3's chat encoding: conversations written for this project, and the published cases where they are at hand."""
+"""K3's chat encoding: conversations of our own, and the published cases where they are at hand."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,9 @@ def published_cases() -> list[dict[str, Any]]:
     return json.loads(path.read_text())["cases"] if path.exists() else []
 
 
-@pytest.mark.skipif(not published_cases(), reason="the published cases are not part of this repository (../shared)")
+@pytest.mark.skipif(
+    not published_cases(), reason="the published cases are not part of this repository (../shared)"
+)
 def test_published_cases() -> None:
     cases = published_cases()
     assert len(cases) == 38
@@ -33,14 +35,17 @@ def test_published_cases() -> None:
 
 def test_a_question() -> None:
     assert shown([USER]) == (
-        '<|open|>«message»« role»«="»«user»«"»<|sep|>«Which whale is longest?»<|close|>«message»<|sep|>'
+        '<|open|>«message»« role»«="»«user»«"»<|sep|>«Which whale is longest?»'
+        "<|close|>«message»<|sep|>"
         '<|end_of_msg|><|open|>«message»« role»«="»«assistant»«"»<|sep|><|open|>«think»<|sep|>'
     )
 
 
 def test_without_thinking_the_response_is_opened() -> None:
     assert shown([USER], thinking=False).endswith("<|open|>«response»<|sep|>")
-    assert "think" not in shown([{"role": "assistant", "content": "a", "reasoning": "b"}], thinking=False)
+    assert "think" not in shown(
+        [{"role": "assistant", "content": "a", "reasoning": "b"}], thinking=False
+    )
 
 
 def test_what_users_write_is_never_structure() -> None:
@@ -74,10 +79,13 @@ def call(arguments: Any, name: str = "lookup", call_id: str = "c1") -> dict[str,
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ('{"q": "krill"}', '«argument»« key»«="»«q»«"»« type»«="»«string»«"»<|sep|>«krill»<|close|>«argument»'),
+        (
+            '{"q": "krill"}',
+            '«argument»« key»«="»«q»«"»« type»«="»«string»«"»<|sep|>«krill»<|close|>«argument»',
+        ),
         ({"n": [1, {"a": None}]}, '«array»«"»<|sep|>«[1, {"a": null}]»'),
-        ({"b": True}, "«boolean»«\"»<|sep|>«true»"),
-        ({"x": 1e2}, "«number»«\"»<|sep|>«100.0»"),
+        ({"b": True}, '«boolean»«"»<|sep|>«true»'),
+        ({"x": 1e2}, '«number»«"»<|sep|>«100.0»'),
         ({"o": {"k": "ü"}}, '«object»«"»<|sep|>«{"k": "ü"}»'),
         ("not json", '<|open|>«json»« type»«="»«object»«"»<|sep|>«not json»<|close|>«json»'),
         ("[1]", "«[1]»<|close|>«json»"),
@@ -86,7 +94,9 @@ def call(arguments: Any, name: str = "lookup", call_id: str = "c1") -> dict[str,
     ],
 )
 def test_arguments(arguments: Any, expected: str) -> None:
-    assert expected in shown([{"role": "assistant", "content": "", "tool_calls": [call(arguments)]}])
+    assert expected in shown(
+        [{"role": "assistant", "content": "", "tool_calls": [call(arguments)]}]
+    )
 
 
 def test_results_are_sorted_into_the_order_of_their_calls() -> None:
@@ -101,21 +111,34 @@ def test_results_without_ids_take_the_names_of_the_calls_in_turn() -> None:
     calls = [call("{}", "length", "a"), call("{}", "depth", "b")]
     results = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2", "name": "other"}]
     text = shown([{"role": "assistant", "content": "", "tool_calls": calls}, *results])
-    assert "« tool»«=\"»«length»" in text
-    assert "« tool»«=\"»«other»" in text
+    assert '« tool»«="»«length»' in text
+    assert '« tool»«="»«other»' in text
 
 
 def test_declarations_sort_keys_and_keep_non_ascii() -> None:
-    text = shown([USER], tools=[{"type": "function", "function": {"name": "ö", "description": "d"}}])
+    text = shown(
+        [USER], tools=[{"type": "function", "function": {"name": "ö", "description": "d"}}]
+    )
     assert '[{"function":{"description":"d","name":"ö"},"type":"function"}]' in text
     assert "## New Tools Available" in shown([USER, {"role": "system", "tools": [TOOL]}])
 
 
 def test_internal_messages_stand_where_they_should() -> None:
     text = shown(
-        [USER], tools=[TOOL], thinking_effort="high", tool_choice="required", response_format={"type": "json_object"}
+        [USER],
+        tools=[TOOL],
+        thinking_effort="high",
+        tool_choice="required",
+        response_format={"type": "json_object"},
     )
-    order = ["tool-declare", "thinking-effort", "longest", "tool-choice", "response-format", "assistant"]
+    order = [
+        "tool-declare",
+        "thinking-effort",
+        "longest",
+        "tool-choice",
+        "response-format",
+        "assistant",
+    ]
     assert [text.index(word) for word in order] == sorted(text.index(word) for word in order)
     assert "thinking_effort=" not in shown([USER], thinking=False, thinking_effort="high")
 
@@ -132,7 +155,11 @@ def test_internal_messages_stand_where_they_should() -> None:
         ([{"role": "tool", "content": "x"}], {}, "needs tool_call_id"),
         ([{"role": "system", "tools": [TOOL], "content": "x"}], {}, "either tools or content"),
         ([{"role": "assistant", "content": "", "tool_calls": [7]}], {}, "tool_calls"),
-        ([{"role": "assistant", "content": "", "tool_calls": [call("{}", "")]}], {}, "name of its function"),
+        (
+            [{"role": "assistant", "content": "", "tool_calls": [call("{}", "")]}],
+            {},
+            "name of its function",
+        ),
         ([{"role": "assistant", "content": "", "tool_calls": [call([1])]}], {}, "arguments"),
         ([{"role": "assistant", "content": "", "reasoning": 1}], {}, "reasoning"),
         ([USER], {"thinking_effort": "medium"}, "choose one of low, high, max"),
@@ -141,7 +168,9 @@ def test_internal_messages_stand_where_they_should() -> None:
         ([USER], {"response_format": {"type": "json_schema"}}, "response_format needs"),
     ],
 )
-def test_what_cannot_be_rendered_is_named(messages: list[Any], options: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_rendered_is_named(
+    messages: list[Any], options: dict[str, Any], says: str
+) -> None:
     with pytest.raises(RequestError, match=says):
         render(messages, **options)
 

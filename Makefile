@@ -1,0 +1,51 @@
+# Three targets for users, each alone enough on a machine with Python, a C compiler and the registry:
+#   make demo      the embedded model tells a story
+#   make test      the test suite
+#   make install   the package with every extra, in .venv
+# And for developers: check, docs, native.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PACKAGE := pyproject.toml CMakeLists.txt $(wildcard native/*)
+
+.PHONY: demo test install check docs native clean
+
+demo: .venv/installed
+	$(BIN)/finback run --raw --seed 7 --max-tokens 160 "Once upon a time there was a little"
+
+test: .venv/tested
+	$(BIN)/python -m pytest -q
+
+install: .venv/python
+	$(PIP) --editable '.[test,dev,oracle,training]'
+	touch .venv/installed .venv/tested
+
+check: .venv/python
+	$(PIP) --editable '.[test,dev]'
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+docs: .venv/installed
+	$(BIN)/python docs/cli.py > docs/cli.md
+
+native: .venv/python
+	$(PIP) --editable .
+
+clean:
+	rm -rf .venv build
+
+.venv/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "finback needs Python 3.11 or newer")'
+	$(PYTHON) -m venv .venv
+	touch $@
+
+.venv/installed: .venv/python $(PACKAGE)
+	$(PIP) --editable .
+	touch $@
+
+.venv/tested: .venv/python $(PACKAGE)
+	$(PIP) --editable '.[test]'
+	touch $@ .venv/installed
