@@ -29,7 +29,7 @@ check: .venv/python
 	$(BIN)/lint-imports --no-cache
 
 docs: .venv/installed
-	$(BIN)/python docs/cli.py > docs/cli.md
+	$(BIN)/typer finback.cli.main utils docs --name finback --title "The finback command" --output docs/cli.md
 
 native: .venv/python
 	$(PIP) --editable .

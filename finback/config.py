@@ -26,10 +26,12 @@ class EngineConfig:
     """How the engine may use the machine. None of it changes a result."""
 
     max_rows: int = field(
-        default=256, metadata={"help": "tokens computed in one pass over the layers"}
+        default=256, metadata={"help": "Tokens computed in one pass over the layers."}
     )
-    max_sequences: int = field(default=64, metadata={"help": "sequences computed together"})
-    expert_cache_bytes: int = field(default=1 << 30, metadata={"help": "experts kept in memory"})
+    max_sequences: int = field(default=64, metadata={"help": "Sequences computed together."})
+    expert_cache_bytes: int = field(
+        default=1 << 30, metadata={"help": "Bytes of experts kept in memory."}
+    )
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -47,12 +49,23 @@ class EngineConfig:
 class SamplingParams:
     """How tokens are picked and when to stop."""
 
-    max_tokens: int | None = field(default=None, metadata={"help": "stop after this many tokens"})
-    temperature: float = field(default=1.0, metadata={"help": "0 picks the likeliest token"})
-    top_p: float = field(default=1.0, metadata={"help": "keep the likeliest tokens of this total"})
-    top_k: int = field(default=0, metadata={"help": "keep this many tokens; 0 keeps all"})
-    min_p: float = field(default=0.0, metadata={"help": "drop tokens below this share of the best"})
-    seed: int | None = field(default=None, metadata={"help": "equal seeds give equal text"})
+    max_tokens: int | None = field(default=None, metadata={"help": "Stop after this many tokens."})
+    temperature: float = field(
+        default=1.0, metadata={"help": "Randomness; 0 takes the likeliest token."}
+    )
+    top_p: float = field(
+        default=1.0, metadata={"help": "Keep the likeliest tokens of this total probability."}
+    )
+    top_k: int = field(
+        default=0, metadata={"help": "Keep this many likeliest tokens; 0 keeps all."}
+    )
+    min_p: float = field(
+        default=0.0, metadata={"help": "Drop tokens below this share of the likeliest."}
+    )
+    seed: int | None = field(
+        default=None,
+        metadata={"help": "Equal seeds give equal text; chosen and shown if left out."},
+    )
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

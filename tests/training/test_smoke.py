@@ -1,4 +1,4 @@
-"""The recipe from corpus to checkpoint at a toy shape: the engine must compute what training computed."""
+"""The recipe at a toy shape, corpus to checkpoint: the engine computes what training computed."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     readme = (DATA.parents[1] / "LICENSE").read_text()
     story = "\n\n".join(
-        f'The Fox and the Crow\n\nOnce a fox met a crow. "Crow," said the fox, "give me number {n}."'
+        f'The Fox and the Crow\n\nOnce a fox met a crow. "Crow," said the fox, "give me {n}."'
         " The crow kept the cheese and the fox went home, and the fox was hungry all night long."
         for n in range(60)
     )
