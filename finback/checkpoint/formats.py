@@ -15,7 +15,12 @@ MXFP4_GROUP = 32
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 # Both values of a packed byte; the even column is in the low nibble.
 _NIBBLE = np.concatenate([E2M1, -E2M1])
-_BYTE_VALUES = np.stack([np.tile(_NIBBLE, 16), np.repeat(_NIBBLE, 16)], axis=1)  # (256, 2)
+_PAIRS = np.stack([np.tile(_NIBBLE, 16), np.repeat(_NIBBLE, 16)], axis=1)  # (256, 2)
+# Looked up as one 8-byte item a byte, and scaled by a table: three times faster than two gathers
+# and ldexp, with the same bits (docs/log.md, "unpacking MXFP4 in NumPy").
+_PAIR_ITEMS = _PAIRS.view(np.uint64).reshape(256)
+_SCALES = np.ldexp(np.float32(1), np.arange(255) - 127).astype(np.float32)
+_SCALES = np.append(_SCALES, np.float32(np.nan))
 MXFP4_BAD_SCALE = 255  # NaN in E8M0; no published weight has it
 
 
@@ -76,11 +81,10 @@ def _mxfp4(parts: tuple[Bytes, ...], shape: tuple[int, ...]) -> Array:
     """Unpack codes (R, C/2) under scales (R, C/32): w = ±E2M1[index] · 2^(scale − 127)."""
     rows, columns = shape
     codes, scales = parts
-    values = _BYTE_VALUES[codes.reshape(rows, columns // 2)].reshape(rows, -1, MXFP4_GROUP)
-    exponents = scales.reshape(rows, -1).astype(np.int32) - 127
+    values = _PAIR_ITEMS.take(codes).view(np.float32).reshape(-1, MXFP4_GROUP)
     with np.errstate(over="ignore"):  # the two largest scales pass float32 and give infinity
-        out: Array = np.ldexp(values, exponents[..., None]).reshape(shape)
-    return out
+        values *= _SCALES.take(scales).reshape(-1, 1)
+    return values.reshape(shape)
 
 
 def _same(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

@@ -33,7 +33,8 @@ class ExpertLayout:
         return sum(extent.num_bytes for extent in self.extents)
 
 
-Lease = Mapping[int, Mapping[str, Weight]]
+Matrices = Mapping[str, Weight]
+Lease = Mapping[int, Matrices]
 
 
 class ExpertCache:
@@ -55,7 +56,7 @@ class ExpertCache:
             max_bytes: What is kept between leases; a lease itself may hold more.
         """
         self._layout, self._reader, self._spans, self.max_bytes = layout, reader, spans, max_bytes
-        self._kept: OrderedDict[tuple[int, int], Bytes] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], tuple[int, Matrices]] = OrderedDict()
         self.kept_bytes = 0
 
     @contextmanager
@@ -78,30 +79,35 @@ class ExpertCache:
 
     def check(self) -> None:
         """Test the invariants: the count of kept bytes is right and within the limit."""
-        assert self.kept_bytes == sum(map(len, self._kept.values()))
+        assert self.kept_bytes == sum(size for size, _ in self._kept.values())
         assert self.kept_bytes <= self.max_bytes
 
-    def _matrices(self, layer: int, expert: int) -> Mapping[str, Weight]:
-        layout = self._layout(layer, expert)
+    def _matrices(self, layer: int, expert: int) -> Matrices:
         key = (layer, expert)
-        data = self._kept.pop(key, None)
-        if data is None:
+        kept = self._kept.pop(key, None)
+        if kept is None:
             self._spans.count("expert_misses", 1)
-            data = self._reader.read(layout.extents)
-            data.flags.writeable = False
-            _check_scales(data, layout, layer, expert)
-            self.kept_bytes += len(data)
+            kept = self._read(layer, expert)
+            self.kept_bytes += kept[0]
         else:
             self._spans.count("expert_hits", 1)
-        self._kept[key] = data
-        return {
+        self._kept[key] = kept
+        return kept[1]
+
+    def _read(self, layer: int, expert: int) -> tuple[int, Matrices]:
+        layout = self._layout(layer, expert)
+        data = self._reader.read(layout.extents)
+        data.flags.writeable = False
+        _check_scales(data, layout, layer, expert)
+        matrices = {
             name: Weight(part.format, part.shape, tuple(data[a:b] for a, b in part.spans))
             for name, part in layout.matrices.items()
         }
+        return len(data), matrices
 
     def _shrink(self) -> None:
         while self.kept_bytes > self.max_bytes:
-            self.kept_bytes -= len(self._kept.popitem(last=False)[1])
+            self.kept_bytes -= self._kept.popitem(last=False)[1][0]
 
 
 def _check_scales(data: Bytes, layout: ExpertLayout, layer: int, expert: int) -> None:
