@@ -1,10 +1,15 @@
-/* The whole interface of the native core. Python's twin is finback/kernels/cpu.py. */
+/* The whole interface of the native core. Python's twin is finback/kernels/cpu.py.
+ *
+ * Matrices are row-major and contiguous. A weight is (rows, cols) as published; x is (T, cols), y is
+ * (T, rows), both float32. Row t of y depends on row t of x alone, with the same bits whatever T,
+ * the number of threads and the split are: each element is one fixed sequence of operations over cols.
+ * Pointers may have any alignment. Nothing is kept but the threads. */
 #ifndef FINBACK_H
 #define FINBACK_H
 
 #include <stdint.h>
 
-#define FINBACK_ABI 1
+#define FINBACK_ABI 2
 #define FINBACK_API __attribute__((visibility("default")))
 
 /* The number of this interface; the caller refuses a library with another one. */
@@ -12,5 +17,99 @@ FINBACK_API int32_t finback_abi(void);
 
 /* The compiler that built the library, a static string. */
 FINBACK_API const char *finback_compiler(void);
+
+/* --- instruction sets and threads ------------------------------------------------------------- */
+
+/* The instruction set in use: "base", "avx2", "avx512" or "neon". */
+FINBACK_API const char *finback_isa(void);
+
+/* Choose an instruction set by name; 0 where this machine or build does not have it. */
+FINBACK_API int32_t finback_set_isa(const char *name);
+
+/* Use this many threads, the caller's included, from the next call on. */
+FINBACK_API void finback_set_threads(int32_t count);
+
+/* --- products ----------------------------------------------------------------------------------- */
+
+enum finback_format {
+  FINBACK_F32 = 0,
+  FINBACK_BF16 = 1,
+  FINBACK_F16 = 2,
+  FINBACK_MXFP4 = 3, /* data: two codes a byte, even column low; scale: one E8M0 byte per 32 columns */
+};
+
+typedef struct {
+  int32_t format;
+  int64_t rows, cols; /* cols is a multiple of 32 for MXFP4 */
+  const void *data;
+  const void *scale; /* NULL for plain formats */
+} finback_weight;
+
+/* y = x · weightᵀ with float32 activations: products and sums in float32, fused. */
+FINBACK_API void finback_linear(const float *x, int64_t tokens, const finback_weight *w, float *y);
+
+enum finback_activation_kind { FINBACK_SILU = 0, FINBACK_SITU = 1, FINBACK_SITU_BOUNDED = 2 };
+
+typedef struct {
+  int32_t kind;
+  float beta, linear;
+} finback_activation;
+
+/* y = w2 · glu(w1 · x, w3 · x); x and y are (T, w1.cols). */
+FINBACK_API void finback_expert(const float *x, int64_t tokens, const finback_weight *w1,
+                                const finback_weight *w2, const finback_weight *w3,
+                                const finback_activation *a, float *y);
+
+/* --- row by row ----------------------------------------------------------------------------------- */
+
+FINBACK_API void finback_rms_norm(const float *x, const float *w, float eps, int64_t rows,
+                                  int64_t width, float *y);
+FINBACK_API void finback_unit(const float *x, float scale, int64_t rows, int64_t width, float *y);
+FINBACK_API void finback_mix(const float *const *entries, int64_t count, const float *w, float eps,
+                             int64_t rows, int64_t width, float *y);
+FINBACK_API void finback_glu(const float *gate, const float *up, const finback_activation *a,
+                             int64_t rows, int64_t width, float *y);
+
+/* y = x · sigmoid(gate), or sigmoid(gate) where x is NULL. */
+FINBACK_API void finback_gated(const float *x, const float *gate, int64_t rows, int64_t width,
+                               float *y);
+
+/* x and y (T, H, K), a_log (H): bound · sigmoid(e^a x), or -e^a softplus(x) where bound is 0. */
+FINBACK_API void finback_decay(const float *x, const float *a_log, float bound, int64_t tokens,
+                               int64_t heads, int64_t width, float *y);
+
+/* --- what remembers -------------------------------------------------------------------------------- */
+
+/* x and y (T, C), history (J-1, C) updated in place, taps (J, C). */
+FINBACK_API void finback_short_conv(const float *x, float *history, const float *taps,
+                                    int64_t tokens, int64_t channels, int64_t num_taps, float *y);
+
+/* q, k, v, decay, out (T, H, K); beta (T, H); state (H, K, K), key by value, updated in place. */
+FINBACK_API void finback_delta_rule(const float *q, const float *k, const float *v,
+                                    const float *decay, const float *beta, float *state,
+                                    int64_t tokens, int64_t heads, int64_t width, float *out);
+
+typedef struct {
+  int64_t tokens, seen, heads, nope, extra, rank, value; /* the last `tokens` of `seen` rows are new */
+  float scale;
+} finback_latent;
+
+/* q (T, H, nope), extra (T, H, extra), rows (seen, rank + extra), key (H, nope, rank),
+ * value (H, value, rank), out (T, H, value). */
+FINBACK_API void finback_latent_attention(const finback_latent *a, const float *q,
+                                          const float *extra, const float *rows, const float *key,
+                                          const float *value, float *out);
+
+/* --- routing ---------------------------------------------------------------------------------------- */
+
+typedef struct {
+  int64_t experts, top_k, groups, top_groups;
+  int32_t is_sigmoid, renormalise; /* else softmax over all */
+  float scale;
+} finback_router;
+
+/* logits (T, E), bias (E) or NULL, ids (T, k) best first, weights (T, k). */
+FINBACK_API void finback_route(const float *logits, const float *bias, const finback_router *r,
+                               int64_t tokens, int64_t *ids, float *weights);
 
 #endif

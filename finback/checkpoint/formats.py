@@ -1,7 +1,7 @@
 """Weight formats: bytes a matrix takes, and the plain unpacking every kernel is compared with."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
@@ -34,6 +34,7 @@ class Weight:
     format: str
     shape: tuple[int, ...]
     parts: tuple[Bytes, ...]
+    derived: dict[str, object] = field(default_factory=dict)  # what a backend keeps with it
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,69 @@
-"""The native library, loaded through ctypes; the only caller of native/finback.h."""
+"""The native library as a backend; the only caller of native/finback.h. Checks what it passes on."""
 
 import ctypes
+import os
+from ctypes import Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
-import finback.kernels
+import numpy as np
+import numpy.typing as npt
 
-ABI = 1
+import finback.kernels
+from finback.checkpoint.formats import Array, Weight
+from finback.errors import UsageError
+from finback.kernels.ops import Activation, Ids, RouterRule
+
+ABI = 2
 LIBRARY_NAMES = ("libfinback.so", "libfinback.dylib")
+FORMATS = {"f32": 0, "bf16": 1, "f16": 2, "mxfp4": 3}
+KINDS = {"silu": 0, "situ": 1, "bounded situ": 2}
+
+
+class _Weight(Structure):
+    _fields_ = [
+        ("format", c_int32),
+        ("rows", c_int64),
+        ("cols", c_int64),
+        ("data", c_void_p),
+        ("scale", c_void_p),
+    ]
+
+
+class _Activation(Structure):
+    _fields_ = [("kind", c_int32), ("beta", c_float), ("linear", c_float)]
+
+
+class _Latent(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("tokens", "seen", "heads", "nope", "extra", "rank", "value")),
+        ("scale", c_float),
+    ]
+
+
+class _Router(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("experts", "top_k", "groups", "top_groups")),
+        ("is_sigmoid", c_int32),
+        ("renormalise", c_int32),
+        ("scale", c_float),
+    ]
+
+
+_ARGUMENTS = {
+    "linear": (c_void_p, c_int64, c_void_p, c_void_p),
+    "expert": (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+    "rms_norm": (c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p),
+    "unit": (c_void_p, c_float, c_int64, c_int64, c_void_p),
+    "mix": (c_void_p, c_int64, c_void_p, c_float, c_int64, c_int64, c_void_p),
+    "glu": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p),
+    "gated": (c_void_p, c_void_p, c_int64, c_int64, c_void_p),
+    "decay": (c_void_p, c_void_p, c_float, c_int64, c_int64, c_int64, c_void_p),
+    "short_conv": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p),
+    "delta_rule": (c_void_p,) * 6 + (c_int64,) * 3 + (c_void_p,),
+    "latent_attention": (c_void_p,) * 7,
+    "route": (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p),
+}
 
 
 @cache
@@ -17,15 +73,228 @@ def library() -> ctypes.CDLL | None:
         for name in LIBRARY_NAMES:
             if (path := Path(folder) / name).exists():
                 loaded = ctypes.CDLL(str(path))
-                return loaded if loaded.finback_abi() == ABI else None
+                if loaded.finback_abi() != ABI:
+                    return None
+                for kernel, arguments in _ARGUMENTS.items():
+                    function = getattr(loaded, f"finback_{kernel}")
+                    function.argtypes, function.restype = arguments, None
+                loaded.finback_compiler.restype = loaded.finback_isa.restype = c_char_p
+                loaded.finback_set_isa.argtypes = [c_char_p]
+                return loaded
     return None
 
 
 def compiler() -> str | None:
-    """Name the compiler that built the library."""
+    """Name the compiler that built the library; None without a library."""
     loaded = library()
-    if loaded is None:
-        return None
-    loaded.finback_compiler.restype = ctypes.c_char_p
-    text: bytes = loaded.finback_compiler()
-    return text.decode()
+    return None if loaded is None else bytes(loaded.finback_compiler()).decode()
+
+
+def available_threads() -> int:
+    """Count the cores this process may use: its affinity, and its cgroup's quota where there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass  # no cgroup v2: the affinity is all there is to know
+    return cores
+
+
+def _pointer(name: str, array: Array, shape: tuple[int, ...]) -> int:
+    """Give the address of a C-contiguous float32 array of exactly this shape."""
+    if array.dtype != np.float32 or array.shape != shape or not array.flags.c_contiguous:
+        raise ValueError(
+            f"{name} must be contiguous float32 {shape}, not {array.dtype} {array.shape}"
+        )
+    return array.ctypes.data
+
+
+class Cpu:
+    """The native backend. One call at a time uses the thread pool."""
+
+    name = "cpu"
+
+    def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
+        """Choose threads (all available without a number) and instruction set (the best).
+
+        Raises:
+            UsageError: There is no library, or no such instruction set on this machine.
+        """
+        loaded = library()
+        if loaded is None:
+            raise UsageError("the native library was not built; install a C compiler and reinstall")
+        self._lib = loaded
+        if isa is not None and not loaded.finback_set_isa(isa.encode()):
+            raise UsageError(f"instruction set {isa!r} is not available on this machine")
+        loaded.finback_set_threads(threads or available_threads())
+
+    @property
+    def isa(self) -> str:
+        """Name the instruction set in use."""
+        return bytes(self._lib.finback_isa()).decode()
+
+    def resident(self, weight: Weight) -> Weight:
+        """Keep the published bytes: the kernels compute on them."""
+        return weight
+
+    def linear(self, x: Array, weight: Weight) -> Array:
+        """See `Ops.linear`."""
+        rows, cols = weight.shape
+        y = np.empty((len(x), rows), np.float32)
+        self._lib.finback_linear(_pointer("x", x, (len(x), cols)), len(x), _native(weight), y.ctypes.data)
+        return y
+
+    def embed(self, ids: Ids, weight: Weight) -> Array:
+        """See `Ops.embed`: the rows asked for are unpacked, no others."""
+        from finback.checkpoint.formats import unpack
+
+        rows, cols = weight.shape
+        table = weight.parts[0].reshape(rows, -1)
+        chosen = np.ascontiguousarray(table[ids]).reshape(-1)
+        return unpack(Weight(weight.format, (len(ids), cols), (chosen,)))
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        """See `Ops.rms_norm`."""
+        width = x.shape[-1]
+        y = np.empty_like(x)
+        self._lib.finback_rms_norm(
+            _pointer("x", x, x.shape), _pointer("weight", weight, (width,)), eps, x.size // width, width,
+            y.ctypes.data,
+        )  # fmt: skip
+        return y
+
+    def mix(self, entries: list[Array], weight: Array, eps: float) -> Array:
+        """See `Ops.mix`."""
+        rows, width = entries[0].shape
+        pointers = (c_void_p * len(entries))(*(_pointer("entry", e, (rows, width)) for e in entries))
+        y = np.empty((rows, width), np.float32)
+        self._lib.finback_mix(
+            pointers, len(entries), _pointer("weight", weight, (width,)), eps, rows, width, y.ctypes.data
+        )
+        return y
+
+    def glu(self, gate: Array, up: Array, activation: Activation) -> Array:
+        """See `Ops.glu`."""
+        y = np.empty_like(gate)
+        self._lib.finback_glu(
+            _pointer("gate", gate, gate.shape), _pointer("up", up, gate.shape),
+            byref(_activation(activation)), len(gate), gate.shape[1], y.ctypes.data,
+        )  # fmt: skip
+        return y
+
+    def expert(self, x: Array, w1: Weight, w2: Weight, w3: Weight, activation: Activation) -> Array:
+        """See `Ops.expert`."""
+        y = np.empty((len(x), w2.shape[0]), np.float32)
+        self._lib.finback_expert(
+            _pointer("x", x, (len(x), w1.shape[1])), len(x), _native(w1), _native(w2), _native(w3),
+            byref(_activation(activation)), y.ctypes.data,
+        )  # fmt: skip
+        return y
+
+    def route(self, logits: Array, bias: Array | None, rule: RouterRule) -> tuple[Ids, Array]:
+        """See `Ops.route`."""
+        tokens, experts = logits.shape
+        ids = np.empty((tokens, rule.top_k), np.int64)
+        weights = np.empty((tokens, rule.top_k), np.float32)
+        router = _Router(
+            experts, rule.top_k, rule.num_groups, rule.top_groups,
+            rule.activation == "sigmoid", rule.renormalise, rule.scale,
+        )  # fmt: skip
+        self._lib.finback_route(
+            _pointer("logits", logits, logits.shape),
+            None if bias is None else _pointer("bias", bias, (experts,)),
+            byref(router), tokens, ids.ctypes.data, weights.ctypes.data,
+        )  # fmt: skip
+        return ids, weights
+
+    def short_conv(self, x: Array, history: Array, taps: Array) -> Array:
+        """See `Ops.short_conv`."""
+        num_taps, channels = taps.shape
+        y = np.empty_like(x)
+        self._lib.finback_short_conv(
+            _pointer("x", x, (len(x), channels)), _pointer("history", history, (num_taps - 1, channels)),
+            _pointer("taps", taps, taps.shape), len(x), channels, num_taps, y.ctypes.data,
+        )  # fmt: skip
+        return y
+
+    def unit(self, x: Array, scale: float) -> Array:
+        """See `Ops.unit`."""
+        width = x.shape[-1]
+        y = np.empty_like(x)
+        self._lib.finback_unit(_pointer("x", x, x.shape), scale, x.size // width, width, y.ctypes.data)
+        return y
+
+    def decay(self, x: Array, a_log: Array, bound: float | None) -> Array:
+        """See `Ops.decay`."""
+        tokens, heads, width = x.shape
+        y = np.empty_like(x)
+        self._lib.finback_decay(
+            _pointer("x", x, x.shape), _pointer("a_log", a_log, (heads,)), bound or 0.0,
+            tokens, heads, width, y.ctypes.data,
+        )  # fmt: skip
+        return y
+
+    def sigmoid(self, x: Array) -> Array:
+        """See `Ops.sigmoid`."""
+        return self._gated(None, x)
+
+    def gated(self, x: Array, gate: Array) -> Array:
+        """See `Ops.gated`."""
+        return self._gated(_pointer("x", x, gate.shape), gate)
+
+    def delta_rule(
+        self, q: Array, k: Array, v: Array, decay: Array, beta: Array, state: Array
+    ) -> Array:
+        """See `Ops.delta_rule`."""
+        tokens, heads, width = q.shape
+        out = np.empty_like(q)
+        pointers = [_pointer(n, a, q.shape) for n, a in zip("qkvg", (q, k, v, decay), strict=True)]
+        self._lib.finback_delta_rule(
+            *pointers, _pointer("beta", beta, (tokens, heads)),
+            _pointer("state", state, (heads, width, width)), tokens, heads, width, out.ctypes.data,
+        )  # fmt: skip
+        return out
+
+    def latent_attention(
+        self, q: Array, q_extra: Array, rows: Array, key: Array, value: Array, scale: float
+    ) -> Array:
+        """See `Ops.latent_attention`."""
+        tokens, heads, nope = q.shape
+        extra, rank, width = q_extra.shape[2], key.shape[2], value.shape[1]
+        sizes = _Latent(tokens, len(rows), heads, nope, extra, rank, width, scale)
+        out = np.empty((tokens, heads, width), np.float32)
+        self._lib.finback_latent_attention(
+            byref(sizes), _pointer("q", q, q.shape), _pointer("q_extra", q_extra, (tokens, heads, extra)),
+            _pointer("rows", rows, (len(rows), rank + extra)), _pointer("key", key, (heads, nope, rank)),
+            _pointer("value", value, (heads, width, rank)), out.ctypes.data,
+        )  # fmt: skip
+        return out
+
+    def _gated(self, x: int | None, gate: Array) -> Array:
+        y = np.empty_like(gate)
+        width = gate.shape[-1]
+        self._lib.finback_gated(x, _pointer("gate", gate, gate.shape), gate.size // width, width, y.ctypes.data)
+        return y
+
+
+def _native(weight: Weight) -> object:
+    """Describe a weight for the library, once; the description lives and dies with the weight."""
+    found = weight.derived.get("cpu")
+    if found is None:
+        rows, cols = weight.shape
+        parts: list[npt.NDArray[np.uint8]] = list(weight.parts)
+        scale = parts[1].ctypes.data if len(parts) > 1 else None
+        described = _Weight(FORMATS[weight.format], rows, cols, parts[0].ctypes.data, scale)
+        found = weight.derived["cpu"] = byref(described)
+    return found
+
+
+@cache
+def _activation(activation: Activation) -> _Activation:
+    kind = activation.kind
+    if kind == "situ" and activation.linear_beta is not None:
+        kind = "bounded situ"  # type: ignore[assignment]
+    return _Activation(KINDS[kind], activation.beta, activation.linear_beta or 0.0)
+

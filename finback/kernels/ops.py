@@ -81,7 +81,7 @@ class Ops(Protocol):
         ...
 
     def short_conv(self, x: Array, history: Array, taps: Array) -> Array:
-        """Convolve each channel causally, then SiLU: x (T, C), taps (C, J) -> (T, C).
+        """Convolve each channel causally, then SiLU: x (T, C), taps (J, C) -> (T, C).
 
         The last tap multiplies the current token. `history` (J-1, C) becomes the last rows.
         """
@@ -100,6 +100,10 @@ class Ops(Protocol):
 
     def sigmoid(self, x: Array) -> Array:
         """Apply the logistic function element by element."""
+        ...
+
+    def gated(self, x: Array, gate: Array) -> Array:
+        """Multiply with the logistic function of a gate of the same shape."""
         ...
 
     def delta_rule(

@@ -82,9 +82,9 @@ class Reference:
         """See `Ops.short_conv`."""
         padded = np.concatenate([history, x])
         history[:] = padded[len(padded) - len(history) :]
-        y = padded[: len(x)] * taps[:, 0]
-        for j in range(1, taps.shape[1]):
-            y += padded[j : j + len(x)] * taps[:, j]
+        y = padded[: len(x)] * taps[0]
+        for j in range(1, len(taps)):
+            y += padded[j : j + len(x)] * taps[j]
         return y * self.sigmoid(y)
 
     def unit(self, x: Array, scale: float) -> Array:
@@ -106,6 +106,10 @@ class Reference:
         half = np.float32(0.5)
         out: Array = half + half * np.tanh(half * x)
         return out
+
+    def gated(self, x: Array, gate: Array) -> Array:
+        """See `Ops.gated`."""
+        return x * self.sigmoid(gate)
 
     def delta_rule(
         self, q: Array, k: Array, v: Array, decay: Array, beta: Array, state: Array

@@ -113,9 +113,8 @@ class Mla:
         query_in = self._q_norm(ops.linear(u, self._q_a)) if self._has_query_rank else u
         q = ops.linear(query_in, self._q).reshape(len(u), shape.num_heads, -1)
         down = ops.linear(u, self._kv_a)
-        rows = np.concatenate(
-            [self._kv_norm(down[:, : shape.kv_rank]), down[:, shape.kv_rank :]], axis=1
-        )
+        latent = self._kv_norm(np.ascontiguousarray(down[:, : shape.kv_rank]))
+        rows = np.concatenate([latent, down[:, shape.kv_rank :]], axis=1)
         nope, extra = (
             np.ascontiguousarray(q[..., : shape.nope_dim]),
             np.ascontiguousarray(q[..., shape.nope_dim :]),
@@ -131,5 +130,5 @@ class Mla:
             )
         joined = out.reshape(len(u), -1)
         if self._gate is not None:
-            joined = joined * ops.sigmoid(ops.linear(u, self._gate))
+            joined = ops.gated(joined, ops.linear(u, self._gate))
         return ops.linear(joined, self._o)

@@ -90,10 +90,10 @@ class Kda:
         """Load the layer's weights."""
         self.shape, self.layer, self._ops = shape, layer, ops
         self._in = {n: weights.matrix(f"{prefix}{n}_proj.weight") for n in "qkv"}
-        self._taps = {
-            n: weights.vector(f"{prefix}{n}_conv1d.weight").reshape(shape.inner, shape.num_taps)
-            for n in "qkv"
-        }
+        self._taps = {}  # (J, C), published as (C, 1, J)
+        for n in "qkv":
+            taps = weights.vector(f"{prefix}{n}_conv1d.weight")
+            self._taps[n] = np.ascontiguousarray(taps.reshape(shape.inner, shape.num_taps).T)
         gate = ("g_proj",) if shape.full_rank_gate else ("g_a_proj", "g_b_proj")
         self._gate = [weights.matrix(f"{prefix}{n}.weight") for n in gate]
         self._decay = [weights.matrix(f"{prefix}{n}.weight") for n in ("f_a_proj", "f_b_proj")]
@@ -127,7 +127,7 @@ class Kda:
             )
             q, k = ops.unit(q, float(shape.head_dim) ** -0.5), ops.unit(k, 1.0)
             out[run.rows] = ops.delta_rule(q, k, v, decay[run.rows], beta[run.rows], state.matrix)
-        gated = self._o_norm(out) * ops.sigmoid(self._heads(self._through(u, self._gate)))
+        gated = ops.gated(self._o_norm(out), self._heads(self._through(u, self._gate)))
         return ops.linear(gated.reshape(len(u), shape.inner), self._o)
 
     def _heads(self, x: Array) -> Array:

@@ -78,7 +78,7 @@ def test_expert_is_down_of_gated_pair() -> None:
 
 
 def test_short_conv_continues_over_borders() -> None:
-    x, taps = normal(11, 6), normal(6, 4)
+    x, taps = normal(11, 6), normal(4, 6)
     whole, history = (
         ops.short_conv(x, np.zeros((3, 6), np.float32), taps),
         np.zeros((3, 6), np.float32),
@@ -88,7 +88,7 @@ def test_short_conv_continues_over_borders() -> None:
     np.testing.assert_array_equal(history, x[-3:])
     for t in range(11):
         for c in range(6):
-            y = sum(float(taps[c, j]) * float(x[t - 3 + j, c]) for j in range(4) if t - 3 + j >= 0)
+            y = sum(float(taps[j, c]) * float(x[t - 3 + j, c]) for j in range(4) if t - 3 + j >= 0)
             assert abs(whole[t, c] - y / (1 + math.exp(-y))) < 1e-5
 
 

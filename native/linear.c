@@ -1,0 +1,225 @@
+/* y[t][r] = Σ_c x[t][c] · W[r][c], W in a published format, float32 arithmetic.
+ *
+ * Twin: Reference.linear in finback/kernels/reference.py. The plain loop:
+ *     for t: for r: y[t][r] = sum(x[t][c] * unpack(W[r][c]) for c)
+ *
+ * One element is always VL partial sums, advanced along c by fused multiply-adds and added in a
+ * fixed order at the end, whatever tile it is in. So one row and many rows, any number of threads and
+ * any split give the same bits.
+ *
+ * Few rows of x: weights are widened in registers and used at once. Many rows: four rows of weights
+ * are widened once into memory that stays in the cache, and multiplied with all rows of x.
+ * Columns are padded with zeros to a multiple of 32; a product with zero changes no sum. */
+#include <stdlib.h>
+
+#include "kernels.h"
+#include "simd.h"
+#include "threads.h"
+
+enum { BLOCK = 32, PER = BLOCK / VL, TILE_R = 4, CHUNK_ROWS = 16, AHEAD = 8192, WORTH_SHARING = 1 << 17 };
+
+typedef struct {
+  const float *x; /* (tokens, padded), permuted where the format's widening permutes */
+  int64_t tokens, padded;
+  const finback_weight *w;
+  float *y;
+} product;
+
+/* --- widening a block of 32 columns -------------------------------------------------------------- */
+
+/* Bytes of one row, and of 32 columns. */
+INLINE int64_t bytes_of(int format, int64_t cols) {
+  return format == FINBACK_F32 ? 4 * cols : format == FINBACK_MXFP4 ? cols / 2 : 2 * cols;
+}
+
+INLINE void widen_block(int format, const uint8_t *data, const uint8_t *scale, vf out[PER]) {
+  if (format == FINBACK_MXFP4) {
+    widen_mxfp4(data, out);
+    vf factor = vf_set(scale_of(*scale)); /* a power of two: the product is exact */
+    for (int i = 0; i < PER; i++) out[i] = out[i] * factor;
+    return;
+  }
+  for (int i = 0; i < PER; i++)
+    out[i] = format == FINBACK_F32    ? vf_load((const float *)data + i * VL)
+             : format == FINBACK_BF16 ? widen_bf16((const uint16_t *)data + i * VL)
+                                      : widen_f16((const uint16_t *)data + i * VL);
+}
+
+/* The last block of a row whose columns are no multiple of 32. */
+static void widen_tail(int format, const uint8_t *data, int64_t cols, vf out[PER]) {
+  uint8_t block[BLOCK * 4] = {0};
+  memcpy(block, data, (size_t)bytes_of(format, cols));
+  widen_block(format, block, NULL, out);
+}
+
+/* --- few rows of x ------------------------------------------------------------------------------- */
+
+/* `rows` (1 to 4) rows of weights by `tokens` (1 to TILE_T) rows of x; both known to the compiler. */
+INLINE void few(int format, const product *p, int64_t r, int rows, int64_t t, int tokens) {
+  const int64_t cols = p->w->cols, whole = cols / BLOCK, stride = bytes_of(format, cols);
+  const int64_t step = bytes_of(format, BLOCK);
+  const uint8_t *data = (const uint8_t *)p->w->data + r * stride;
+  const uint8_t *scale = (const uint8_t *)p->w->scale + (format == FINBACK_MXFP4 ? r * whole : 0);
+  const float *x = p->x + t * p->padded;
+  vf sum[TILE_R][TILE_T];
+  for (int i = 0; i < rows; i++)
+    for (int j = 0; j < tokens; j++) sum[i][j] = vf_zero();
+  for (int64_t b = 0; b * BLOCK < cols; b++) {
+    for (int i = 0; i < rows; i++) {
+      vf w[PER];
+      const uint8_t *at = data + i * stride + b * step;
+      if (b < whole) {
+        __builtin_prefetch(at + AHEAD);
+        if (step > 64) __builtin_prefetch(at + AHEAD + 64);
+        widen_block(format, at, scale + i * whole + b, w);
+      } else {
+        widen_tail(format, at, cols - b * BLOCK, w);
+      }
+      for (int k = 0; k < PER; k++)
+        for (int j = 0; j < tokens; j++)
+          sum[i][j] = vf_fma(w[k], vf_load(x + j * p->padded + b * BLOCK + k * VL), sum[i][j]);
+    }
+  }
+  for (int i = 0; i < rows; i++)
+    for (int j = 0; j < tokens; j++) p->y[(t + j) * p->w->rows + r + i] = vf_sum(sum[i][j]);
+}
+
+/* --- many rows of x ------------------------------------------------------------------------------ */
+
+INLINE void many_tile(const product *p, const float *panel, int64_t r, int rows, int64_t t, int tokens) {
+  const float *x = p->x + t * p->padded;
+  vf sum[TILE_R][TILE_T];
+  for (int i = 0; i < rows; i++)
+    for (int j = 0; j < tokens; j++) sum[i][j] = vf_zero();
+  for (int64_t c = 0; c < p->padded; c += VL) {
+    vf w[TILE_R];
+    for (int i = 0; i < rows; i++) w[i] = vf_load(panel + i * p->padded + c);
+    for (int j = 0; j < tokens; j++) {
+      vf v = vf_load(x + j * p->padded + c);
+      for (int i = 0; i < rows; i++) sum[i][j] = vf_fma(w[i], v, sum[i][j]);
+    }
+  }
+  for (int i = 0; i < rows; i++)
+    for (int j = 0; j < tokens; j++) p->y[(t + j) * p->w->rows + r + i] = vf_sum(sum[i][j]);
+}
+
+/* --- tiles --------------------------------------------------------------------------------------- */
+
+/* Call `tile` with constants for its last argument, so that each becomes straight code. */
+#if TILE_T == 6
+#define FOR_TOKENS(count, call)                                                     \
+  switch (count) {                                                                  \
+    case 1: call(1); break; case 2: call(2); break; case 3: call(3); break;         \
+    case 4: call(4); break; case 5: call(5); break; default: call(6);               \
+  }
+#elif TILE_T == 5
+#define FOR_TOKENS(count, call)                                                     \
+  switch (count) {                                                                  \
+    case 1: call(1); break; case 2: call(2); break; case 3: call(3); break;         \
+    case 4: call(4); break; default: call(5);                                       \
+  }
+#elif TILE_T == 3
+#define FOR_TOKENS(count, call)                                                     \
+  switch (count) {                                                                  \
+    case 1: call(1); break; case 2: call(2); break; default: call(3);               \
+  }
+#else
+#define FOR_TOKENS(count, call)                                                     \
+  switch (count) {                                                                  \
+    case 1: call(1); break; default: call(2);                                       \
+  }
+#endif
+
+INLINE void rows_of(int format, const product *p, int64_t r, int rows, float *panel) {
+  if (p->tokens <= TILE_T) {
+#define CALL(n) few(format, p, r, rows, 0, n)
+    FOR_TOKENS(p->tokens, CALL)
+#undef CALL
+    return;
+  }
+  const int64_t cols = p->w->cols, whole = cols / BLOCK, stride = bytes_of(format, cols);
+  for (int i = 0; i < rows; i++) {
+    const uint8_t *data = (const uint8_t *)p->w->data + (r + i) * stride;
+    const uint8_t *scale =
+        (const uint8_t *)p->w->scale + (format == FINBACK_MXFP4 ? (r + i) * whole : 0);
+    for (int64_t b = 0; b * BLOCK < cols; b++) {
+      vf w[PER];
+      const uint8_t *at = data + b * bytes_of(format, BLOCK);
+      if (b < whole)
+        widen_block(format, at, scale + b, w);
+      else
+        widen_tail(format, at, cols - b * BLOCK, w);
+      for (int k = 0; k < PER; k++) vf_store(panel + i * p->padded + b * BLOCK + k * VL, w[k]);
+    }
+  }
+  for (int64_t t = 0; t < p->tokens; t += TILE_T) {
+    int64_t left = p->tokens - t;
+#define CALL(n) many_tile(p, panel, r, rows, t, n)
+    FOR_TOKENS(left, CALL)
+#undef CALL
+  }
+}
+
+INLINE void chunk_of(int format, const product *p, int64_t chunk) {
+  int64_t r = chunk * CHUNK_ROWS, end = r + CHUNK_ROWS;
+  if (end > p->w->rows) end = p->w->rows;
+  float *panel = NULL;
+  if (p->tokens > TILE_T)
+    panel = aligned_alloc(64, (size_t)(TILE_R * p->padded) * sizeof(float));
+  for (; r + TILE_R <= end; r += TILE_R) rows_of(format, p, r, TILE_R, panel);
+  for (; r < end; r++) rows_of(format, p, r, 1, panel);
+  free(panel);
+}
+
+static void chunk_f32(void *p, int64_t chunk) { chunk_of(FINBACK_F32, p, chunk); }
+static void chunk_bf16(void *p, int64_t chunk) { chunk_of(FINBACK_BF16, p, chunk); }
+static void chunk_f16(void *p, int64_t chunk) { chunk_of(FINBACK_F16, p, chunk); }
+static void chunk_mxfp4(void *p, int64_t chunk) { chunk_of(FINBACK_MXFP4, p, chunk); }
+
+/* --- entry --------------------------------------------------------------------------------------- */
+
+/* Pad rows of x with zeros, and within each 32 put even columns first where widening does. */
+static float *prepare(const float *x, int64_t tokens, int64_t cols, int64_t padded, int is_packed) {
+  float *out = aligned_alloc(64, (size_t)(tokens * padded) * sizeof(float));
+  for (int64_t t = 0; t < tokens; t++) {
+    const float *from = x + t * cols;
+    float *to = out + t * padded;
+    if (is_packed)
+      for (int64_t b = 0; b < cols; b += BLOCK)
+        for (int i = 0; i < BLOCK / 2; i++) {
+          to[b + i] = from[b + 2 * i];
+          to[b + BLOCK / 2 + i] = from[b + 2 * i + 1];
+        }
+    else
+      memcpy(to, from, (size_t)cols * sizeof(float));
+    memset(to + cols, 0, (size_t)(padded - cols) * sizeof(float));
+  }
+  return out;
+}
+
+void ISA(linear)(const float *x, int64_t tokens, const finback_weight *w, float *y) {
+  static void (*const chunks[])(void *, int64_t) = {chunk_f32, chunk_bf16, chunk_f16, chunk_mxfp4};
+  int64_t padded = (w->cols + BLOCK - 1) / BLOCK * BLOCK;
+  int is_packed = w->format == FINBACK_MXFP4;
+  float *prepared = NULL;
+  if (is_packed || padded != w->cols) prepared = prepare(x, tokens, w->cols, padded, is_packed);
+  product p = {prepared ? prepared : x, tokens, padded, w, y};
+  int64_t count = (w->rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
+  if (w->rows * padded * tokens >= WORTH_SHARING)
+    finback_parallel(count, chunks[w->format], &p);
+  else
+    for (int64_t chunk = 0; chunk < count; chunk++) chunks[w->format](&p, chunk);
+  free(prepared);
+}
+
+/* y = w2 · glu(w1 · x, w3 · x) */
+void ISA(expert)(const float *x, int64_t tokens, const finback_weight *w1, const finback_weight *w2,
+                 const finback_weight *w3, const finback_activation *a, float *y) {
+  float *gate = malloc((size_t)(2 * tokens * w1->rows) * sizeof(float));
+  float *up = gate + tokens * w1->rows;
+  ISA(linear)(x, tokens, w1, gate);
+  ISA(linear)(x, tokens, w3, up);
+  ISA(glu)(gate, up, a, tokens, w1->rows, gate);
+  ISA(linear)(gate, tokens, w2, y);
+  free(gate);
+}

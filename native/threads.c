@@ -1,0 +1,132 @@
+/* A pool that takes chunks from a shared counter. Which thread computes a chunk changes no result.
+ *
+ * Between calls a worker spins for about 20 microseconds, then sleeps: a longer spin costs other
+ * programs of a shared machine dearly, a sleep costs a small product its gain. One call at a time
+ * uses the pool; a second caller meanwhile computes alone. */
+#include "threads.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "finback.h"
+
+#define MAX_THREADS 256
+#define SPINS 4000
+
+#if defined(__x86_64__)
+#define RELAX() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define RELAX() __asm__ volatile("yield")
+#else
+#define RELAX() ((void)0)
+#endif
+
+/* Counters that different threads write lie on lines of their own. */
+static _Alignas(64) _Atomic int64_t next_chunk;
+static _Alignas(64) _Atomic int32_t running;
+static _Alignas(64) _Atomic int64_t generation;
+static _Alignas(64) _Atomic int32_t sleeping;
+
+static struct {
+  void (*work)(void *, int64_t);
+  void *context;
+  int64_t count;
+} job;
+
+static pthread_mutex_t in_use = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
+static pthread_t workers[MAX_THREADS];
+static int32_t num_workers; /* besides the caller; written under in_use */
+static _Atomic int32_t wanted_workers;
+static _Atomic int leaving;
+
+static void take_chunks(void) {
+  for (;;) {
+    int64_t chunk = atomic_fetch_add_explicit(&next_chunk, 1, memory_order_relaxed);
+    if (chunk >= job.count) return;
+    job.work(job.context, chunk);
+  }
+}
+
+static void wait_for(int64_t seen) {
+  for (int spin = 0; spin < SPINS; spin++) {
+    if (atomic_load_explicit(&generation, memory_order_acquire) != seen) return;
+    RELAX();
+  }
+  pthread_mutex_lock(&lock);
+  atomic_fetch_add(&sleeping, 1);
+  while (atomic_load(&generation) == seen) pthread_cond_wait(&wake, &lock);
+  atomic_fetch_sub(&sleeping, 1);
+  pthread_mutex_unlock(&lock);
+}
+
+static void *worker(void *start) {
+  int64_t seen = (int64_t)(intptr_t)start;
+  for (;;) {
+    wait_for(seen);
+    seen++;
+    if (atomic_load(&leaving)) return NULL;
+    take_chunks();
+    atomic_fetch_sub_explicit(&running, 1, memory_order_release);
+  }
+}
+
+static void announce(void) {
+  atomic_fetch_add(&generation, 1);
+  if (atomic_load(&sleeping)) {
+    pthread_mutex_lock(&lock);
+    pthread_cond_broadcast(&wake);
+    pthread_mutex_unlock(&lock);
+  }
+}
+
+static void resize(int32_t wanted) {
+  if (num_workers) {
+    atomic_store(&leaving, 1);
+    announce();
+    for (int32_t i = 0; i < num_workers; i++) pthread_join(workers[i], NULL);
+    atomic_store(&leaving, 0);
+  }
+  int64_t now = atomic_load(&generation);
+  for (num_workers = 0; num_workers < wanted; num_workers++)
+    if (pthread_create(&workers[num_workers], NULL, worker, (void *)(intptr_t)now)) break;
+}
+
+void finback_parallel(int64_t count, void (*work)(void *, int64_t), void *context) {
+  if (count <= 1 || atomic_load(&wanted_workers) == 0 || pthread_mutex_trylock(&in_use)) {
+    for (int64_t chunk = 0; chunk < count; chunk++) work(context, chunk);
+    return;
+  }
+  int32_t wanted = atomic_load(&wanted_workers);
+  if (num_workers != wanted) resize(wanted);
+  job.work = work, job.context = context, job.count = count;
+  atomic_store(&next_chunk, 0);
+  atomic_store(&running, num_workers);
+  announce();
+  take_chunks();
+  for (int spin = 0; atomic_load_explicit(&running, memory_order_acquire); spin++)
+    if (spin < SPINS)
+      RELAX();
+    else
+      sched_yield(); /* a worker has lost its core; let it finish its chunk */
+  pthread_mutex_unlock(&in_use);
+}
+
+void finback_set_threads(int32_t count) {
+  int32_t others = count - 1;
+  atomic_store(&wanted_workers, others < 0 ? 0 : others > MAX_THREADS ? MAX_THREADS : others);
+}
+
+/* A child process has no workers; it starts its own. */
+static void in_child(void) {
+  num_workers = 0;
+  pthread_mutex_init(&in_use, NULL);
+  pthread_mutex_init(&lock, NULL);
+  pthread_cond_init(&wake, NULL);
+  atomic_store(&sleeping, 0);
+}
+
+__attribute__((constructor)) static void prepare(void) { pthread_atfork(NULL, NULL, in_child); }
