@@ -1,7 +1,7 @@
 """Options of a run: frozen, checked once when made. Light to import."""
 
 import dataclasses
-import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
@@ -25,13 +25,10 @@ def with_known_options(cls: type[T], options: Mapping[str, Any], error: type[Exc
 class EngineConfig:
     """How the engine may use the machine. None of it changes a result."""
 
-    max_rows: int = field(
-        default=256, metadata={"help": "Tokens computed in one pass over the layers."}
-    )
-    max_sequences: int = field(default=64, metadata={"help": "Sequences computed together."})
-    expert_cache_bytes: int = field(
-        default=1 << 30, metadata={"help": "Bytes of experts kept in memory."}
-    )
+    max_rows: int = 256  # tokens computed in one pass over the layers
+    max_sequences: int = 64  # sequences computed together
+    expert_cache_bytes: int = 1 << 30  # experts kept in memory
+    threads: int | None = None  # computing threads; all cores this process may use if None
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -39,8 +36,11 @@ class EngineConfig:
         Raises:
             UsageError: Naming the option and its limit.
         """
-        for name, low in (("max_rows", 1), ("max_sequences", 1), ("expert_cache_bytes", 0)):
+        lowest = {"max_rows": 1, "max_sequences": 1, "expert_cache_bytes": 0, "threads": 1}
+        for name, low in lowest.items():
             value = getattr(self, name)
+            if name == "threads" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise UsageError(f"{name} must be a whole number of at least {low}, not {value!r}")
 
@@ -86,22 +86,34 @@ class SamplingParams:
         self._check_float("min_p", 0.0, 1.0)
         if self.top_p == 0.0:
             raise RequestError("top_p must be above 0; use temperature 0 for the likeliest token")
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
-            raise RequestError("stop must be a list of non-empty strings")
+        self._check_tuple("stop", str, "non-empty strings")
+        self._check_tuple("stop_token_ids", int, "token ids")
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError("ignore_eos must be true or false")
 
     def replaced(self, **changes: object) -> Self:
         """Give a copy with some fields changed, checked again."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    def _check_tuple(self, name: str, kind: type, what: str) -> None:
+        value = getattr(self, name)
+        values = tuple(value) if isinstance(value, list | tuple) else None
+        if values is None or not all(
+            isinstance(v, kind) and not isinstance(v, bool) and v != "" for v in values
+        ):
+            raise RequestError(f"{name} must be a list of {what}")
+        object.__setattr__(self, name, values)
 
     def _check_int(self, name: str, low: int, high: int | None) -> None:
         value = getattr(self, name)
         is_int = isinstance(value, int) and not isinstance(value, bool)
         if not is_int or value < low or (high is not None and value > high):
             limits = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise RequestError(f"{name} must be a whole number {limits}, not {value!r}")
+            raise RequestError(f"{name} must be a whole number {limits}, not {reprlib.repr(value)}")
 
     def _check_float(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not low <= value <= high:
-            raise RequestError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}")
+        if not is_number or not low <= value <= high:  # refuses NaN too
+            shown = reprlib.repr(value)
+            raise RequestError(f"{name} must be a number from {low:g} to {high:g}, not {shown}")

@@ -1,7 +1,7 @@
 """The Python face: load a model, then generate, stream, chat, tokenize, or get logits."""
 
+import logging
 import secrets
-import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -9,30 +9,31 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from finback.checkpoint.files import read_json_if_there
 from finback.checkpoint.formats import Array
-from finback.checkpoint.hf import read_json, stop_ids
+from finback.checkpoint.hf import SAMPLING_KEYS, read_sampling, read_stop_ids
 from finback.checkpoint.index import open_checkpoint
 from finback.config import EngineConfig, SamplingParams, with_known_options
 from finback.engine.engine import Engine
-from finback.engine.sequence import FinishReason
-from finback.errors import CheckpointError, RequestError, UsageError
+from finback.engine.sequence import Delta, FinishReason
+from finback.errors import CheckpointError, FinbackError, RequestError, UsageError
 from finback.hub.local import STORYTELLER, find_model
-from finback.kernels.reference import Reference
+from finback.kernels.backends import best_backend
 from finback.models.loading import load_model
 from finback.spans import Spans
 from finback.text.chat import ChatFormat, ChatOptions, load_chat
 from finback.text.parse import ParsedMessage, Piece, collect
 from finback.text.stream import StopStrings, TextStream
-from finback.text.tokenizer import load_tokenizer, read_tokenizer_config
+from finback.text.tokenizer import load_tokenizer, read_tokenizer_config, token_text
 from finback.text.xtml import Message
 
 RAW_MAX_TOKENS = 256  # a bare text has no end of its own
-SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class RunStats:
-    """What one answer cost. Seconds of reading are those with a read under way."""
+    """What one answer cost. Seconds are those of the engine's steps, whoever waits between them."""
 
     prompt_tokens: int = 0
     tokens: int = 0
@@ -87,23 +88,24 @@ class LLM:
         """
         config = with_known_options(EngineConfig, options, UsageError)
         self.folder = STORYTELLER if path is None else find_model(path)
-        checkpoint = open_checkpoint(self.folder)
         self.spans = Spans()
+        self._inbox: dict[int, list[Delta]] = {}
+        checkpoint = open_checkpoint(self.folder)
+        generation = read_json_if_there(self.folder / "generation_config.json")
+        self.sampling = read_sampling(generation)
+        self.tokenizer = load_tokenizer(self.folder)
+        self.chat_format: ChatFormat | None = load_chat(self.folder, self.tokenizer)
         with self.spans.span("load"):
             self._loaded = load_model(
-                checkpoint, Reference(), self.spans, config.expert_cache_bytes
+                checkpoint, best_backend(config.threads), self.spans, config.expert_cache_bytes
             )
-            self.tokenizer = load_tokenizer(self.folder)
-            self.chat_format: ChatFormat | None = load_chat(self.folder, self.tokenizer)
-        generation = (
-            read_json(path) if (path := self.folder / "generation_config.json").exists() else {}
-        )
-        self.sampling = _default_sampling(generation)
-        ends = stop_ids(generation, checkpoint.config)
-        named = read_tokenizer_config(self.folder).get("eos_token")
-        if isinstance(named, str) and named in self.tokenizer.specials:
-            ends.append(self.tokenizer.specials[named])
-        self.engine = Engine(self._loaded.model, config, self.spans, ends)
+        try:
+            ends = self._stop_ids(checkpoint.config, generation)
+            self.engine = Engine(self._loaded.model, config, self.spans, ends)
+        except BaseException:
+            self.close()
+            raise
+        logger.info("loaded %s in %.2f s", self.folder, self.spans.seconds["load"])
 
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> Completion:
         """Continue a text, or token ids.
@@ -128,9 +130,11 @@ class LLM:
         See `generate`. An unusable prompt or option is refused at once, not at the first piece.
         """
         params = self._params({"max_tokens": RAW_MAX_TOKENS} | sampling)
+        if not isinstance(prompt, str | list | tuple):
+            raise RequestError("a prompt is text or a list of token ids")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.engine.check_prompt(ids)
-        return self._text_pieces(ids, params, into if into is not None else Completion())
+        return self._text_pieces(ids, params, _fresh(into or Completion()))
 
     def chat(
         self, messages: Sequence[Message], options: ChatOptions | None = None, **sampling: Any
@@ -162,7 +166,7 @@ class LLM:
                 f"{self.folder.name} has no chat format; give it plain text to continue (--raw)"
             )
         options = options or ChatOptions()
-        out = into if into is not None else Completion()
+        out = _fresh(into or Completion())
         params = self._params(sampling)
         prompt = self.chat_format.encode(messages, options)
         self.engine.check_prompt(prompt)
@@ -190,6 +194,26 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _stop_ids(
+        self, config: Mapping[str, object], generation: Mapping[str, object]
+    ) -> list[int]:
+        """Collect the ids that end an answer, and check the vocabulary against the model."""
+        size = self._loaded.model.shape.vocab_size
+        if self.tokenizer.num_tokens > size:
+            raise CheckpointError(
+                f"{self.folder}: the tokenizer gives ids up to {self.tokenizer.num_tokens - 1}, "
+                f"the model embeds {size}; the files belong to different models"
+            )
+        text = config.get("text_config")
+        configs = {"generation_config.json": generation, "config.json": config}
+        if isinstance(text, dict):
+            configs["config.json: text_config"] = text
+        ends = read_stop_ids(configs, size)
+        named = token_text(read_tokenizer_config(self.folder).get("eos_token"))
+        if named is not None and named in self.tokenizer.specials:
+            ends.append(self.tokenizer.specials[named])
+        return ends
 
     def _params(self, sampling: Mapping[str, Any]) -> SamplingParams:
         defaults = {key: getattr(self.sampling, key) for key in SAMPLING_KEYS}
@@ -235,26 +259,39 @@ class LLM:
         """Run one sequence and give its tokens but the stop token; the rest goes into `out`."""
         assert params.seed is not None
         number = self.engine.add(ids, params)
+        inbox = self._inbox[number] = []
         out.seed, out.stats.prompt_tokens = params.seed, len(ids)
-        before, start = Snapshot(self.spans), time.perf_counter()
+        totals = Totals(self.spans)
         try:
             while out.finish_reason is None:
-                for delta in self.engine.step():
-                    if delta.number != number:
-                        continue
+                if not inbox:
+                    self._step(number)
+                    totals.settle(out)
+                while inbox:
+                    delta = inbox.pop(0)
+                    if delta.error is not None:
+                        raise delta.error
                     out.token_ids += delta.token_ids
                     out.finish_reason = delta.finish_reason
-                    before.settle(out, time.perf_counter() - start)
+                    totals.settle(out)
                     is_stop_token = delta.finish_reason == "stop"
                     yield from delta.token_ids[: -1 if is_stop_token else None]
         finally:
+            del self._inbox[number]
             if self.engine.abort(number) is not None and out.finish_reason is None:
                 out.finish_reason = "abort"
-            before.settle(out, time.perf_counter() - start)
+
+    def _step(self, number: int) -> None:
+        """Advance every open answer by one step, and keep what others gained for them."""
+        if not self.engine.is_live(number):
+            raise FinbackError("the answer was dropped: a step for several answers was interrupted")
+        for delta in self.engine.step():
+            if delta.number in self._inbox:
+                self._inbox[delta.number].append(delta)
 
 
-class Snapshot:
-    """The engine's totals before an answer, to be subtracted afterwards."""
+class Totals:
+    """The engine's totals before an answer, to be subtracted as it grows."""
 
     def __init__(self, spans: Spans) -> None:
         """Remember the totals."""
@@ -262,27 +299,24 @@ class Snapshot:
         self._step, self._read = spans.seconds["step"], spans.seconds["read"]
         self._bytes = spans.counts["bytes_read"]
 
-    def settle(self, out: Completion, wall_s: float) -> None:
+    def settle(self, out: Completion) -> None:
         """Write what was spent since into the answer's figures."""
         stats = out.stats
+        wall_s = self._spans.seconds["step"] - self._step
         if not stats.tokens:
             stats.prompt_s = wall_s
         stats.tokens = len(out.token_ids)
         stats.decode_s = wall_s - stats.prompt_s
         stats.read_s = self._spans.seconds["read"] - self._read
-        stats.compute_s = self._spans.seconds["step"] - self._step - stats.read_s
+        stats.compute_s = wall_s - stats.read_s
         stats.bytes_read = self._spans.counts["bytes_read"] - self._bytes
 
 
-def _default_sampling(generation: Mapping[str, Any]) -> SamplingParams:
-    """Take a model's recommended sampling, as far as its generation config gives any."""
-    given = {key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None}
-    if generation.get("do_sample") is False:
-        given["temperature"] = 0.0
-    try:
-        return SamplingParams(**given)
-    except RequestError as error:
-        raise CheckpointError(f"generation_config.json: {error}") from error
+def _fresh(into: Completion) -> Completion:
+    """Refuse to mix two answers in one record."""
+    if into.finish_reason is not None or into.token_ids:
+        raise RequestError("`into` holds another answer; give a new one")
+    return into
 
 
 def _until_stop(piece: Piece, stops: StopStrings) -> Iterator[Piece]:

@@ -48,7 +48,7 @@ static void delta_head(void *context, int64_t head) {
   const delta_job *j = context;
   const int64_t K = j->width;
   float *S = j->state + head * K * K;
-  float *forget = aligned_alloc(64, (size_t)((2 * K + 15) / 16 * 16) * sizeof(float));
+  float *forget = finback_alloc((size_t)(2 * K) * sizeof(float));
   float *error = forget + K;
   for (int64_t t = 0; t < j->tokens; t++) {
     const int64_t at = (t * j->heads + head) * K;
@@ -107,7 +107,7 @@ static void latent_one(void *context, int64_t index) {
   const latent_job *j = context;
   const int64_t t = index / j->heads, head = index % j->heads, rank = j->rank;
   const int64_t row = rank + j->extra_width, count = j->seen - j->tokens + t + 1;
-  float *query = malloc((size_t)(row + rank + count) * sizeof(float));
+  float *query = finback_alloc((size_t)(row + rank + count) * sizeof(float));
   float *mixed = query + row, *share = mixed + rank;
   const float *q = j->q + (t * j->heads + head) * j->nope;
   for (int64_t c = 0; c < rank; c += VL) {

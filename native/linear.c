@@ -165,7 +165,7 @@ INLINE void chunk_of(int format, const product *p, int64_t chunk) {
   if (end > p->w->rows) end = p->w->rows;
   float *panel = NULL;
   if (p->tokens > TILE_T)
-    panel = aligned_alloc(64, (size_t)(TILE_R * p->padded) * sizeof(float));
+    panel = finback_alloc((size_t)(TILE_R * p->padded) * sizeof(float));
   for (; r + TILE_R <= end; r += TILE_R) rows_of(format, p, r, TILE_R, panel);
   for (; r < end; r++) rows_of(format, p, r, 1, panel);
   free(panel);
@@ -180,7 +180,7 @@ static void chunk_mxfp4(void *p, int64_t chunk) { chunk_of(FINBACK_MXFP4, p, chu
 
 /* Pad rows of x with zeros, and within each 32 put even columns first where widening does. */
 static float *prepare(const float *x, int64_t tokens, int64_t cols, int64_t padded, int is_packed) {
-  float *out = aligned_alloc(64, (size_t)(tokens * padded) * sizeof(float));
+  float *out = finback_alloc((size_t)(tokens * padded) * sizeof(float));
   for (int64_t t = 0; t < tokens; t++) {
     const float *from = x + t * cols;
     float *to = out + t * padded;
@@ -199,6 +199,7 @@ static float *prepare(const float *x, int64_t tokens, int64_t cols, int64_t padd
 
 void ISA(linear)(const float *x, int64_t tokens, const finback_weight *w, float *y) {
   static void (*const chunks[])(void *, int64_t) = {chunk_f32, chunk_bf16, chunk_f16, chunk_mxfp4};
+  if (tokens == 0) return; /* a step in which no row is wanted */
   int64_t padded = (w->cols + BLOCK - 1) / BLOCK * BLOCK;
   int is_packed = w->format == FINBACK_MXFP4;
   float *prepared = NULL;
@@ -215,7 +216,8 @@ void ISA(linear)(const float *x, int64_t tokens, const finback_weight *w, float 
 /* y = w2 · glu(w1 · x, w3 · x) */
 void ISA(expert)(const float *x, int64_t tokens, const finback_weight *w1, const finback_weight *w2,
                  const finback_weight *w3, const finback_activation *a, float *y) {
-  float *gate = malloc((size_t)(2 * tokens * w1->rows) * sizeof(float));
+  if (tokens == 0) return;
+  float *gate = finback_alloc((size_t)(2 * tokens * w1->rows) * sizeof(float));
   float *up = gate + tokens * w1->rows;
   ISA(linear)(x, tokens, w1, gate);
   ISA(linear)(x, tokens, w3, up);

@@ -73,7 +73,7 @@ static void mix_row(void *context, int64_t row) {
   const rows_job *j = context;
   const int64_t at = row * j->width;
   float usual[64], best = -INFINITY, total = 0;
-  float *share = j->count <= 64 ? usual : malloc((size_t)j->count * sizeof(float));
+  float *share = j->count <= 64 ? usual : finback_alloc((size_t)j->count * sizeof(float));
   for (int64_t n = 0; n < j->count; n++) {
     const float *e = j->entries[n] + at;
     float size = sqrtf(dot(e, e, j->width) / (float)j->width + j->eps);

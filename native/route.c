@@ -5,6 +5,7 @@
 
 #include "functions.h"
 #include "kernels.h"
+#include "threads.h"
 
 /* The k best of `count` values, best first. */
 static void best_of(const float *values, int64_t count, int64_t k, int64_t *ids) {
@@ -56,9 +57,9 @@ static void score(const float *logits, const finback_router *r, float *scores) {
 void ISA(route)(const float *logits, const float *bias, const finback_router *r, int64_t tokens,
                 int64_t *ids, float *weights) {
   const int64_t E = r->experts, k = r->top_k;
-  float *scores = malloc((size_t)(2 * E + r->groups) * sizeof(float));
+  float *scores = finback_alloc((size_t)(2 * E + r->groups) * sizeof(float));
   float *choice = scores + E, *best = choice + E;
-  int64_t *kept = malloc((size_t)r->groups * sizeof(int64_t));
+  int64_t *kept = finback_alloc((size_t)r->groups * sizeof(int64_t));
   for (int64_t t = 0; t < tokens; t++, ids += k, weights += k) {
     score(logits + t * E, r, scores);
     for (int64_t i = 0; i < E; i++) choice[i] = bias ? scores[i] + bias[i] : scores[i];

@@ -8,6 +8,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "finback.h"
@@ -113,6 +114,15 @@ void finback_parallel(int64_t count, void (*work)(void *, int64_t), void *contex
     else
       sched_yield(); /* a worker has lost its core; let it finish its chunk */
   pthread_mutex_unlock(&in_use);
+}
+
+void *finback_alloc(size_t bytes) {
+  void *memory = aligned_alloc(64, (bytes + 63) / 64 * 64 + 64);
+  if (!memory) {
+    fprintf(stderr, "finback: out of memory: %zu bytes for a kernel's work\n", bytes);
+    abort();
+  }
+  return memory;
 }
 
 void finback_set_threads(int32_t count) {

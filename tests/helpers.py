@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from finback.checkpoint.index import open_checkpoint
+from finback.kernels.ops import Ops
 from finback.kernels.reference import Reference
 from finback.models.base import Model, Run, TokenBatch
 from finback.models.loading import load_model
@@ -29,9 +30,10 @@ class Recorder:
         self.routes[layer] = ids.copy()
 
 
-def load(folder: Path, cache_bytes: int = 1 << 30) -> Model:
-    """Load a model with the reference backend."""
-    return load_model(open_checkpoint(folder), Reference(), Spans(), cache_bytes).model
+def load(folder: Path, cache_bytes: int = 1 << 30, ops: Ops | None = None) -> Model:
+    """Load a model, with the reference backend unless another is given."""
+    backend = Reference() if ops is None else ops
+    return load_model(open_checkpoint(folder), backend, Spans(), cache_bytes).model
 
 
 def extend(

@@ -1,13 +1,14 @@
 """The Python face on a tiny checkpoint with random weights."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from finback import LLM, ChatOptions
-from finback.errors import ReadError, RequestError, UsageError
+from finback import LLM, ChatOptions, Completion
+from finback.errors import CheckpointError, ReadError, RequestError, UsageError
 from tests.conftest import DATA
 
 TINY = DATA / "tiny-k3"
@@ -74,6 +75,38 @@ def test_figures_add_up(llm: LLM) -> None:
     assert fresh.bytes_read == 10 * 8 * 4 * 9_792
 
 
+def test_two_open_streams_lose_nothing(llm: LLM) -> None:
+    alone = llm.generate("x", max_tokens=12, seed=1).token_ids
+    for other in (4, 20):  # one that ends before, one that outlives
+        first = Completion()
+        stream = llm.stream("x", first, max_tokens=12, seed=1)
+        next(stream)
+        assert len(llm.generate("y", max_tokens=other, seed=2).token_ids) == other
+        list(stream)
+        assert first.token_ids == alone
+    assert llm.engine.is_idle
+
+
+def test_a_record_holds_one_answer(llm: LLM) -> None:
+    out = Completion()
+    list(llm.stream("x", out, max_tokens=2))
+    with pytest.raises(RequestError, match="holds another answer"):
+        llm.stream("x", out)
+
+
+def test_a_closed_model_says_so_and_a_failed_load_leaks_nothing(broken: Path) -> None:
+    closed = LLM(TINY, expert_cache_bytes=0)
+    closed.close()
+    with pytest.raises(ReadError, match="has been closed"):
+        closed.generate("x")
+    (broken / "config.json").write_text((broken / "config.json").read_text().replace("386", "9386"))
+    before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    for _ in range(3):
+        with pytest.raises(CheckpointError, match="eos_token_id must be ids below 640"):
+            LLM(broken)
+    assert not before or len(os.listdir("/proc/self/fd")) <= before
+
+
 def test_leaving_a_stream_early_frees_its_sequence(llm: LLM) -> None:
     stream = llm.stream("x", max_tokens=50)
     next(stream)
@@ -83,15 +116,15 @@ def test_leaving_a_stream_early_frees_its_sequence(llm: LLM) -> None:
 
 def test_the_same_text_whatever_the_cache_and_the_rows(llm: LLM) -> None:
     expected = llm.generate("The whale and the sea", max_tokens=15, seed=9).token_ids
-    with LLM(TINY, expert_cache_bytes=0, max_rows=2) as other:
+    with LLM(TINY, expert_cache_bytes=0, max_rows=2, threads=3) as other:
         assert other.generate("The whale and the sea", max_tokens=15, seed=9).token_ids == expected
 
 
 def test_unknown_options_are_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="unknown option 'temprature'; choose from max_tokens"):
         llm.generate("x", temprature=1)
-    with pytest.raises(UsageError, match="unknown option 'threads'"):
-        LLM(TINY, threads=2)
+    with pytest.raises(UsageError, match="unknown option 'thread'"):
+        LLM(TINY, thread=2)
     with pytest.raises(UsageError, match="max_rows must be"):
         LLM(TINY, max_rows=0)
 
@@ -111,3 +144,24 @@ def test_a_file_that_shrinks_while_in_use_is_named(broken: Path) -> None:
     with pytest.raises(ReadError, match=r"model-00002.*it shrank while in use"):
         llm.generate("x")
     assert llm.engine.is_idle
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tool_choice": {"type": "function"}},
+        {"response_format": "json"},
+        {"tools": "abc"},
+        {"tools": [{"x": object()}]},
+        {"thinking_effort": 7},
+    ],
+)
+def test_odd_chat_options_are_refused(llm: LLM, options: dict) -> None:
+    with pytest.raises(RequestError):
+        llm.chat([{"role": "user", "content": "x"}], ChatOptions(**options))
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"ab", [None]])
+def test_prompts_of_other_types_are_refused(llm: LLM, prompt: object) -> None:
+    with pytest.raises(RequestError):
+        llm.generate(prompt)  # type: ignore[arg-type]

@@ -49,6 +49,7 @@ class Format:
     dtypes: tuple[str, ...]
     part_shapes: Callable[[tuple[int, ...]], tuple[tuple[int, ...], ...]]
     unpack: Callable[[tuple[Bytes, ...], tuple[int, ...]], Array]
+    columns: int = 1  # a matrix must have a multiple of these
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Count the bytes of all parts."""
@@ -57,6 +58,11 @@ class Format:
             prod(part) * sizes[dtype]
             for part, dtype in zip(self.part_shapes(shape), self.dtypes, strict=True)
         )
+
+
+def has_bad_scale(weight: Weight) -> bool:
+    """Tell whether a scale byte stands for no number, which no published weight has."""
+    return weight.format == "mxfp4" and bool((weight.parts[1] == MXFP4_BAD_SCALE).any())
 
 
 def unpack(weight: Weight) -> Array:
@@ -101,6 +107,6 @@ FORMATS: Mapping[str, Format] = {
     "bf16": Format(("",), ("BF16",), _same, _bf16),
     "f16": Format(("",), ("F16",), _same, _f16),
     "f32": Format(("",), ("F32",), _same, _f32),
-    "mxfp4": Format(("_packed", "_scale"), ("U8", "U8"), _mxfp4_parts, _mxfp4),
+    "mxfp4": Format(("_packed", "_scale"), ("U8", "U8"), _mxfp4_parts, _mxfp4, MXFP4_GROUP),
 }
 PLAIN_FORMATS: Mapping[str, str] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}

@@ -1,34 +1,13 @@
-"""`config.json` and its neighbours as checked plain values."""
+"""`config.json` and `generation_config.json` as checked plain values."""
 
-import json
+import reprlib
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Any
 
-from finback.errors import CheckpointError, DamagedFile
+from finback.config import SamplingParams
+from finback.errors import CheckpointError, RequestError
 
-MAX_JSON_BYTES = 1 << 30  # the index of Kimi K3 has 60 MB
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """Read a JSON object.
-
-    Raises:
-        DamagedFile: It is missing, unreadable or something else.
-    """
-    try:
-        if (size := path.stat().st_size) > MAX_JSON_BYTES:
-            raise DamagedFile(f"{path}: {size} bytes, more than any file of this kind has")
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        link = " (a link to a file that is not there)" if path.is_symlink() else ""
-        raise DamagedFile(f"{path}: missing{link}; is this a model folder?") from error
-    except OSError as error:
-        raise DamagedFile(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise DamagedFile(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise DamagedFile(f"{path}: must hold a JSON object")
-    return value
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
 
 
 class Fields:
@@ -53,7 +32,9 @@ class Fields:
         value = self.values.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise self.error(key, f"must be a whole number from {low} to {high}, not {value!r}")
+            raise self.error(
+                key, f"must be a whole number from {low} to {high}, not {reprlib.repr(value)}"
+            )
         return value
 
     def number(
@@ -67,7 +48,9 @@ class Fields:
             or isinstance(value, bool)
             or not low <= value <= high
         ):
-            raise self.error(key, f"must be a number from {low:g} to {high:g}, not {value!r}")
+            raise self.error(
+                key, f"must be a number from {low:g} to {high:g}, not {reprlib.repr(value)}"
+            )
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -75,7 +58,7 @@ class Fields:
         value = self.values.get(key)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise self.error(key, f"must be true or false, not {value!r}")
+            raise self.error(key, f"must be true or false, not {reprlib.repr(value)}")
         return value
 
     def choice(self, key: str, allowed: tuple[str, ...], default: str | None = None) -> str:
@@ -83,7 +66,7 @@ class Fields:
         value = self.values.get(key)
         value = default if value is None else value
         if not isinstance(value, str) or value not in allowed:
-            raise self.error(key, f"must be {' or '.join(allowed)}, not {value!r}")
+            raise self.error(key, f"must be {' or '.join(allowed)}, not {reprlib.repr(value)}")
         return value
 
     def integers(self, key: str) -> list[int]:
@@ -103,12 +86,38 @@ class Fields:
         return Fields(value, f"{self.where}{key}.")
 
 
-def stop_ids(*configs: Mapping[str, object]) -> list[int]:
-    """Collect `eos_token_id` of several configs: a number or a list in each."""
+def read_stop_ids(configs: Mapping[str, Mapping[str, object]], vocab_size: int) -> list[int]:
+    """Collect `eos_token_id`, a number or a list, from several configs by name.
+
+    Raises:
+        CheckpointError: A value is of another type or outside the vocabulary.
+    """
     ids: list[int] = []
-    for config in configs:
+    for name, config in configs.items():
         value = config.get("eos_token_id")
-        for token_id in value if isinstance(value, list) else [value]:
-            if isinstance(token_id, int) and not isinstance(token_id, bool) and token_id not in ids:
+        given: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
+        for token_id in given:
+            is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
+            if not is_id or not 0 <= int(token_id) < vocab_size:
+                raise CheckpointError(
+                    f"{name}: eos_token_id must be ids below {vocab_size}, "
+                    f"not {reprlib.repr(value)}"
+                )
+            if token_id not in ids:
                 ids.append(token_id)
     return ids
+
+
+def read_sampling(generation: Mapping[str, Any]) -> SamplingParams:
+    """Take a model's recommended sampling, as far as its `generation_config.json` gives any.
+
+    Raises:
+        CheckpointError: A value is impossible.
+    """
+    given = {key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None}
+    if generation.get("do_sample") is False:
+        given["temperature"] = 0.0
+    try:
+        return SamplingParams(**given)
+    except RequestError as error:
+        raise CheckpointError(f"generation_config.json: {error}") from error

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
-from finback.checkpoint.hf import read_json
+from finback.checkpoint.files import exists, read_json
 from finback.checkpoint.safetensors import TensorRef, read_header
 from finback.errors import CheckpointError, DamagedFile, MissingTensor
 
 INDEX = "model.safetensors.index.json"
-SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+MAX_LISTED = 200
+MAX_SHARDS = 10_000
+SHARD = re.compile(r"(.+)-([0-9]{1,9})-of-([0-9]{1,9})\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Checkpoint:
             )
             raise MissingTensor(
                 f"{self.folder}: {len(missing)} of {len(self.files)} files are missing "
-                f"({', '.join(sorted(missing))}){holding}. Finish the download."
+                f"({', '.join(_some(sorted(missing)))}){holding}. Finish the download."
             )
         tensors: dict[str, TensorRef] = {}
         for file in self.files:
@@ -64,7 +66,7 @@ class Checkpoint:
     @cached_property
     def missing_files(self) -> frozenset[str]:
         """Name the files that are not there (a link to nowhere counts as not there)."""
-        return frozenset(file for file in self.files if not (self.folder / file).exists())
+        return frozenset(file for file in self.files if not exists(self.folder / file))
 
     def _check_against_index(self, tensors: Mapping[str, TensorRef]) -> None:
         if self.weight_map is None:
@@ -72,7 +74,7 @@ class Checkpoint:
         absent = [
             name
             for name, file in self.weight_map.items()
-            if name not in tensors or tensors[name].path.name != PurePosixPath(file).name
+            if name not in tensors or tensors[name].path != self.folder / file
         ]
         if absent:
             raise MissingTensor(
@@ -87,13 +89,13 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: It is no model folder, or its JSON files contradict themselves.
     """
-    if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "does not exist"
+    if not exists(folder) or not folder.is_dir():
+        what = "is a file, not a folder" if exists(folder) else "does not exist"
         raise CheckpointError(f"{folder}: {what}; give the folder that holds config.json")
     config = read_json(folder / "config.json")
-    if (folder / INDEX).exists() or (folder / INDEX).is_symlink():
+    if exists(folder / INDEX) or (folder / INDEX).is_symlink():
         return _from_index(folder, config)
-    if (folder / "model.safetensors").exists():
+    if exists(folder / "model.safetensors"):
         return Checkpoint(folder, config, None, ("model.safetensors",), None)
     return Checkpoint(folder, config, None, _shards_without_index(folder), None)
 
@@ -110,10 +112,10 @@ def _from_index(folder: Path, config: Mapping[str, object]) -> Checkpoint:
                 f"{path}: tensor {name} is said to be in {file!r}, which is no file of this folder"
             )
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if not isinstance(total, int) or isinstance(total, bool) or not 0 <= total < 2**63:
+        total = None
     files = tuple(dict.fromkeys(weight_map.values()))
-    return Checkpoint(
-        folder, config, weight_map, files, int(total) if isinstance(total, int | float) else None
-    )
+    return Checkpoint(folder, config, weight_map, files, total)
 
 
 def _is_inside(file: str) -> bool:
@@ -139,26 +141,43 @@ def _shards_without_index(folder: Path) -> tuple[str, ...]:
             f"{folder}: expected one .safetensors file, numbered shards or {INDEX}; found {found}"
         )
     stem, _, count = shards[0].groups()
-    if int(count) > 100_000:
+    if int(count) > MAX_SHARDS:
         raise DamagedFile(f"{folder / shards[0].string}: {count} shards is not a plausible number")
     digits = len(shards[0].group(2))
     return tuple(f"{stem}-{n:0{digits}d}-of-{count}.safetensors" for n in range(1, int(count) + 1))
 
 
 def compact_names(names: Iterable[str]) -> list[str]:
-    """List every name, with runs of expert numbers folded: `experts.[0-15].w1.weight`."""
+    """List every name, with runs of layer and expert numbers folded.
+
+    `layers.[1-8].experts.[0-15].w1.weight` stands for 128 names. No more than 200 such entries
+    are given; the rest is counted.
+    """
+    folded: Iterable[str] = names
+    for word in ("experts", "layers"):
+        folded = _fold(folded, re.compile(rf"(.*\b{word}\.)(0|[1-9][0-9]{{0,8}})(\..*)"))
+    return _some(sorted(folded))
+
+
+def _some(names: list[str]) -> list[str]:
+    more = len(names) - MAX_LISTED
+    return [*names[:MAX_LISTED], f"and {more} more"] if more > 0 else names
+
+
+def _fold(names: Iterable[str], pattern: re.Pattern[str]) -> list[str]:
     groups: dict[tuple[str, str], list[int]] = {}
     out: list[str] = []
     for name in names:
-        match = re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name)
+        match = pattern.fullmatch(name)
         if match is None:
             out.append(name)
         else:
             groups.setdefault((match[1], match[3]), []).append(int(match[2]))
     for (before, after), numbers in groups.items():
-        folded = ",".join(_ranges(sorted(numbers)))
-        out.append(f"{before}[{folded}]{after}")
-    return sorted(out)
+        ranges = _ranges(sorted(numbers))
+        one = len(ranges) == 1 and "-" not in ranges[0]
+        out.append(f"{before}{ranges[0] if one else '[' + ','.join(ranges) + ']'}{after}")
+    return out
 
 
 def _ranges(numbers: list[int]) -> list[str]:

@@ -2,12 +2,14 @@
 
 import json
 import os
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TypeGuard
 
+from finback.checkpoint.files import open_file
 from finback.errors import DamagedFile
 
 # The reference implementation's limit on a header.
@@ -44,7 +46,7 @@ def read_header(path: Path) -> dict[str, TensorRef]:
         DamagedFile: Naming the file, what is wrong, and the sizes that do not agree.
     """
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path), "rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             if file_bytes < 8:
                 raise DamagedFile(
@@ -59,7 +61,7 @@ def read_header(path: Path) -> dict[str, TensorRef]:
                 )
             text = file.read(header_bytes)
     except OSError as error:
-        raise DamagedFile(f"{path}: cannot be opened ({error.strerror})") from error
+        raise DamagedFile(f"{path}: cannot be read ({error.strerror})") from error
     if len(text) != header_bytes:
         raise DamagedFile(f"{path}: the header ended after {len(text)} of {header_bytes} bytes")
     entries = _parse(path, text)
@@ -104,11 +106,13 @@ def _entry(path: Path, name: str, value: object, data_start: int) -> TensorRef:
     entry = value if isinstance(value, dict) else {}
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise DamagedFile(f"{path}: tensor {name} has the unknown dtype {dtype!r}")
+        raise DamagedFile(f"{path}: tensor {name} has the unknown dtype {reprlib.repr(dtype)}")
     if not _is_size_list(shape) or len(shape) > MAX_DIMENSIONS:
-        raise DamagedFile(f"{path}: tensor {name} has the impossible shape {shape!r}")
+        raise DamagedFile(f"{path}: tensor {name} has the impossible shape {reprlib.repr(shape)}")
     if not _is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise DamagedFile(f"{path}: tensor {name} has the impossible data_offsets {offsets!r}")
+        raise DamagedFile(
+            f"{path}: tensor {name} has the impossible data_offsets {reprlib.repr(offsets)}"
+        )
     start, stop = offsets
     expected = prod(shape) * ITEM_BYTES[dtype]
     if stop - start != expected:

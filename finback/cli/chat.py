@@ -1,10 +1,12 @@
 """`finback chat`: a conversation in the terminal."""
 
+import contextlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finback.cli import output
 from finback.cli.run import (
+    Answer,
     MaxTokens,
     MinP,
     ModelOption,
@@ -12,13 +14,16 @@ from finback.cli.run import (
     SystemOption,
     Temperature,
     Thinking,
+    Threads,
     TopK,
     TopP,
     chosen,
-    figures,
 )
 from finback.config import SamplingParams
-from finback.errors import RequestError
+from finback.errors import ContextTooLong, RequestError
+
+if TYPE_CHECKING:
+    from finback.llm import LLM
 
 HELP = """/reset   start again
 /system TEXT   start again with a system message
@@ -37,6 +42,7 @@ def chat(
     top_k: TopK = None,
     min_p: MinP = None,
     seed: Seed = None,
+    threads: Threads = None,
 ) -> None:
     """Talk with a model. /help lists what can be typed besides messages."""
     sampling = chosen(
@@ -50,7 +56,7 @@ def chat(
     SamplingParams(**sampling)
     from finback.llm import LLM
 
-    with LLM(model) as llm:
+    with LLM(model, threads=threads) as llm:
         if llm.chat_format is None:
             raise RequestError(f"{llm.folder.name} has no chat format; use `finback run --raw`")
         output.talk(output.dim(f"{llm.folder.name}, /help for help"))
@@ -62,7 +68,8 @@ def chat(
             if command == "/help":
                 output.talk(HELP)
             elif command in ("/reset", "/system"):
-                messages = _opening(rest.strip() or None if command == "/system" else system)
+                system = rest.strip() or None if command == "/system" else system
+                messages = _opening(system)
             elif line.startswith("/"):
                 output.talk(f"unknown command {command}; /help lists them")
             elif line.strip():
@@ -75,44 +82,40 @@ def _opening(system: str | None) -> list[dict[str, Any]]:
 
 
 def _read_line() -> str | None:
-    """Ask for a line; None at the end of the input."""
-    try:
-        if sys.stdin.isatty():
-            import readline  # noqa: F401  (line editing and history)
-
-            return input("> ")
+    """Ask for a line; None at the end of the input. Ctrl-C gives up what was typed."""
+    if not sys.stdin.isatty():
         line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing and history)
+    try:
+        return input("> ")
+    except KeyboardInterrupt:
+        output.talk("\n(Ctrl-D or /exit leaves)")
+        return ""
     except EOFError:
         output.talk("")
         return None
-    return line.rstrip("\n") if line else None
 
 
 def _answer(
-    llm: Any, messages: list[dict[str, Any]], think: bool, sampling: dict[str, Any]
+    llm: "LLM", messages: list[dict[str, Any]], think: bool, sampling: dict[str, Any]
 ) -> None:
     """Stream an answer into the conversation; an error or Ctrl-C ends only this answer."""
-    from finback.llm import ChatCompletion
-    from finback.text.chat import ChatOptions
-    from finback.text.parse import collect
-
-    out = ChatCompletion()
     try:
-        for piece in llm.stream_chat(messages, ChatOptions(thinking=think), out, **sampling):
-            collect(out.message, piece)
-            if piece.kind == "content":
-                output.data(piece.text, end="")
-            elif piece.text:
-                output.talk(output.dim(piece.text), end="")
-    except KeyboardInterrupt:
-        out.finish_reason = "abort"
-    except RequestError as error:
-        output.talk(f"finback: {error}")
+        answer = Answer(llm, messages, think, sampling)
+    except ContextTooLong as error:
         messages.pop()
+        output.talk(f"finback: {error}; /reset starts a new conversation")
         return
-    output.data("")
-    output.talk(output.dim(figures(out)))
-    answer = {"role": "assistant", "content": out.message.content}
-    if out.message.reasoning:
-        answer["reasoning_content"] = out.message.reasoning
-    messages.append(answer)
+    try:
+        for piece in answer:
+            answer.show(piece, quiet=False)
+    except KeyboardInterrupt:
+        answer.out.finish_reason = "abort"
+    answer.end(quiet=False)
+    said = answer.out.message
+    turn = {"role": "assistant", "content": said.content}
+    if said.reasoning:
+        turn["reasoning_content"] = said.reasoning
+    messages.append(turn)

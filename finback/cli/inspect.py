@@ -18,7 +18,7 @@ MAX_SHOWN = 20
 def inspect(
     model: Annotated[
         str, typer.Argument(help="A model folder or a name from `finback list`.", metavar="DIR")
-    ],
+    ] = "storyteller",
     as_json: Annotated[bool, typer.Option("--json", help="Print exact numbers as JSON.")] = False,
 ) -> None:
     """Show what is in a checkpoint: tensors by role, bytes per token, what is missing or odd.
@@ -38,7 +38,8 @@ def inspect(
     else:
         output.data(_as_text(footprint))
     if footprint.missing or footprint.wrong:
-        raise CheckpointError(f"{folder}: tensors are missing or contradict config.json, see above")
+        output.talk(f"finback: {folder}: tensors are missing or contradict config.json, see above")
+        raise typer.Exit(CheckpointError.exit_code)
 
 
 def _as_json(f: "Footprint") -> dict[str, Any]:
@@ -108,4 +109,4 @@ def _exact(size: int) -> str:
 
 def _some(names: list[str]) -> str:
     more = f" … and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return ", ".join(names[:MAX_SHOWN]) + more
+    return output.printable(", ".join(names[:MAX_SHOWN]) + more)

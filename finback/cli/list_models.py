@@ -19,5 +19,10 @@ def list_models(
     if as_json:
         output.json_data([{**dataclasses.asdict(m), "folder": str(m.folder)} for m in models])
         return
-    rows = [(m.name, m.model_type, human_bytes(m.num_bytes), str(m.folder)) for m in models]
+    rows = [
+        tuple(
+            map(output.printable, (m.name, m.model_type, human_bytes(m.num_bytes), str(m.folder)))
+        )
+        for m in models
+    ]
     output.data(output.table(("name", "family", "size", "folder"), rows))

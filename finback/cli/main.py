@@ -41,9 +41,8 @@ def options(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens.")] = False,
 ) -> None:
     """Set what all commands share."""
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.WARNING, format="%(levelname)s %(message)s"
-    )
+    level = logging.DEBUG if verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
 
 
 def main() -> None:
@@ -53,13 +52,13 @@ def main() -> None:
 
 def exit_code_of() -> int:
     """Run the command line and give its exit code; no traceback reaches a user."""
+    output.prepare()
     try:
         app(standalone_mode=True)
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else 0
     except FinbackError as error:
-        output.talk(f"finback: {error}")
-        return error.exit_code
+        return _refuse(str(error), error.exit_code)
     except BrokenPipeError:
         output.close_quietly()
         return 1
@@ -67,9 +66,16 @@ def exit_code_of() -> int:
         output.talk("")
         return 130
     except MemoryError:
-        output.talk("finback: out of memory; close other programs or choose a smaller model")
-        return 4
+        return _refuse("out of memory; close other programs or choose a smaller model", 4)
     except OSError as error:
-        output.talk(f"finback: {error.filename or 'the system'}: {error.strerror or error}")
-        return 1
+        return _refuse(f"{error.filename or 'the system'}: {error.strerror or error}", 1)
     return 0
+
+
+def _refuse(message: str, code: int) -> int:
+    """Say an error in one line on stderr, and as JSON on stdout where JSON was asked for."""
+    line = output.printable(message).replace("\n", "\\n")
+    output.talk(f"finback: {line}")
+    if "--json" in sys.argv:
+        output.json_data({"error": {"message": line, "exit_code": code}})
+    return code

@@ -1,14 +1,31 @@
-"""All printing: data to stdout, talk to stderr."""
+"""All printing: data to stdout, talk to stderr. Nothing printed can drive the terminal."""
 
+import contextlib
 import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
 
 
+def prepare() -> None:
+    """Make the standard streams usable whatever they were started with.
+
+    A closed one becomes the null device; text they cannot carry is escaped instead of refused.
+    """
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115  (lives as long as the process)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=errors)
+
+
 def data(text: str, end: str = "\n") -> None:
-    """Print data at once, for the next program in the pipe."""
-    print(text, end=end, flush=True)
+    """Print data at once, for the next program in the pipe; for a terminal, without its codes."""
+    print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def json_data(value: object) -> None:
@@ -17,8 +34,20 @@ def json_data(value: object) -> None:
 
 
 def talk(text: str, end: str = "\n") -> None:
-    """Print words for the person at the terminal."""
-    print(text, end=end, file=sys.stderr, flush=True)
+    """Print words for the person at the terminal; if nobody can be told, go on."""
+    with contextlib.suppress(OSError):
+        print(text, end=end, file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """Escape control characters other than newline and tab, and lone surrogates."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else _escaped(c) for c in text)
+
+
+def _escaped(c: str) -> str:
+    return c if c.isspace() and ord(c) > 160 else c.encode("unicode_escape").decode()
 
 
 def dim(text: str) -> str:
@@ -42,4 +71,5 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def close_quietly() -> None:
     """After a reader of the pipe has left, keep the interpreter from complaining at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

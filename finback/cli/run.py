@@ -38,6 +38,9 @@ TopP = Annotated[float | None, typer.Option(help=_help("top_p"), max=1.0)]
 TopK = Annotated[int | None, typer.Option(help=_help("top_k"), min=0)]
 MinP = Annotated[float | None, typer.Option(help=_help("min_p"), min=0.0, max=1.0)]
 Seed = Annotated[int | None, typer.Option(help=_help("seed"), min=0, max=MAX_SEED)]
+Threads = Annotated[
+    int | None, typer.Option(help="Computing threads; all cores if left out.", min=1)
+]
 Thinking = Annotated[
     bool, typer.Option("--think/--no-think", help="Let the model reason before it answers.")
 ]
@@ -64,6 +67,7 @@ def run(
     top_k: TopK = None,
     min_p: MinP = None,
     seed: Seed = None,
+    threads: Threads = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text; repeatable.")
     ] = None,
@@ -90,57 +94,85 @@ def run(
     SamplingParams(**sampling)  # refuse before a model is loaded
     if chat is False and system is not None:
         raise UsageError("--system belongs to a conversation; leave out --raw")
-    from finback.llm import LLM, ChatCompletion
+    from finback.llm import LLM
 
-    with LLM(model) as llm:
+    with LLM(model, threads=threads) as llm:
         as_chat = chat if chat is not None else llm.chat_format is not None
-        out = ChatCompletion()
-        shown = (
-            chat_text(llm, text, system, think, sampling, out)
-            if as_chat
-            else raw_text(llm, text, sampling, out)
-        )
-        for kind, piece in shown:
-            out.text += piece if kind == "content" else ""
-            if as_json:
-                continue
-            if kind == "content":
-                output.data(piece, end="")
-            elif not quiet:
-                output.talk(output.dim(piece), end="")
+        if as_chat:
+            messages = [{"role": "system", "content": system}] if system else []
+            messages.append({"role": "user", "content": text})
+            answer = Answer(llm, messages, think, sampling)
+        else:
+            answer = Answer(llm, text, think, sampling)
+        for piece in answer:
+            if not as_json:
+                answer.show(piece, quiet)
         if as_json:
-            output.json_data(report(llm, out, as_chat))
-            return
+            output.json_data(report(llm, answer.out, as_chat))
+        else:
+            answer.end(quiet)
+
+
+class Answer:
+    """One answer on its way to the terminal: content to stdout, reasoning and figures to stderr."""
+
+    def __init__(self, llm: "LLM", prompt: Any, think: bool, sampling: dict[str, Any]) -> None:
+        """Ask for the answer; `prompt` is a text to continue, or messages."""
+        from finback.llm import ChatCompletion
+        from finback.text.chat import ChatOptions
+
+        self.out = ChatCompletion()
+        self._mid_line = False  # whether reasoning stands on an unfinished line of stderr
+        if isinstance(prompt, str):
+            text = llm.stream(prompt, self.out, **sampling)
+            self._pieces: Iterator[tuple[str, str]] = (("content", piece) for piece in text)
+        else:
+            chat = llm.stream_chat(prompt, ChatOptions(thinking=think), self.out, **sampling)
+            self._pieces = self._collected(chat)
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        for kind, text in self._pieces:
+            if kind == "content":
+                self.out.text += text
+            yield kind, text
+
+    def show(self, piece: tuple[str, str], quiet: bool) -> None:
+        """Print one piece."""
+        kind, text = piece
+        if kind == "content":
+            self._end_line()
+            output.data(text, end="")
+        elif text and not quiet:
+            output.talk(output.dim(output.printable(text)), end="")
+            self._mid_line = True
+
+    def end(self, quiet: bool) -> None:
+        """Print what follows an answer."""
+        self._end_line()
         output.data("")
         if not quiet:
-            output.talk(output.dim(figures(out)))
+            output.talk(output.dim(figures(self.out)))
+        elif not self.out.text and self.out.message.reasoning:
+            output.talk(
+                "finback: the answer was cut while the model was thinking; raise --max-tokens"
+            )
+
+    def _end_line(self) -> None:
+        if self._mid_line:
+            output.talk("")
+            self._mid_line = False
+
+    def _collected(self, pieces: Iterator[Any]) -> Iterator[tuple[str, str]]:
+        from finback.text.parse import collect
+
+        for piece in pieces:
+            collect(self.out.message, piece)
+            yield piece.kind, piece.text
 
 
 def chosen(**options: Any) -> dict[str, Any]:
     """Keep the options that were given."""
     return {name: value for name, value in options.items() if value is not None}
-
-
-def raw_text(
-    llm: "LLM", text: str, sampling: dict[str, Any], out: "Completion"
-) -> Iterator[tuple[str, str]]:
-    """Continue a text, as pairs of kind and piece."""
-    for piece in llm.stream(text, out, **sampling):
-        yield "content", piece
-
-
-def chat_text(
-    llm: "LLM", text: str, system: str | None, think: bool, sampling: dict[str, Any], out: Any
-) -> Iterator[tuple[str, str]]:
-    """Answer a question, as pairs of kind and piece."""
-    from finback.text.chat import ChatOptions
-    from finback.text.parse import collect
-
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": text})
-    for piece in llm.stream_chat(messages, ChatOptions(thinking=think), out, **sampling):
-        collect(out.message, piece)
-        yield piece.kind, piece.text
 
 
 def figures(out: "Completion") -> str:
@@ -178,11 +210,12 @@ def report(llm: "LLM", out: Any, as_chat: bool) -> dict[str, Any]:
 
 
 def _prompt(words: list[str]) -> str:
-    """Join the arguments, and standard input where it is piped."""
-    parts = [" ".join(words)] if words else []
+    """Join the arguments, and standard input where it is piped; `-` alone means standard input."""
+    text = "" if words == ["-"] else " ".join(words)
+    piped = ""
     if not sys.stdin.isatty():
-        piped = sys.stdin.read().strip("\n")
-        parts += [piped] if piped else []
-    if not parts:
+        piped = sys.stdin.read()
+        piped = piped.removesuffix("\n")
+    if not text and not piped:
         raise UsageError("no prompt: give one as an argument or through a pipe")
-    return "\n\n".join(parts)
+    return "\n\n".join(part for part in (text, piped) if part)

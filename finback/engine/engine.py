@@ -1,6 +1,7 @@
 """The engine: add sequences, step them, abort them. It speaks token ids and never text."""
 
 import itertools
+import logging
 import secrets
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -10,11 +11,13 @@ import numpy as np
 from finback.checkpoint.formats import Array
 from finback.config import EngineConfig, SamplingParams
 from finback.engine.sampler import pick
-from finback.engine.scheduler import Batch, Scheduler
+from finback.engine.scheduler import Scheduler
 from finback.engine.sequence import Delta, Sequence
-from finback.errors import ContextTooLong, RequestError
+from finback.errors import ContextTooLong, FinbackError, RequestError
 from finback.models.base import Model, Run, TokenBatch
 from finback.spans import Spans
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -50,7 +53,6 @@ class Engine:
         room = self.model.shape.max_positions - len(ids)
         sequence = Sequence(
             number=next(self._numbers),
-            prompt_length=len(ids),
             tokens=ids,
             sampling=sampling,
             seed=sampling.seed if sampling.seed is not None else secrets.randbits(64),
@@ -75,18 +77,31 @@ class Engine:
     def step(self) -> list[Delta]:
         """Run one forward pass and give what each sequence gained by it.
 
-        Sequences that are still reading their prompt gain nothing yet and give no delta.
+        Sequences that are still reading their prompt gain nothing yet and give no delta. A pass
+        that fails leaves the states of its sequences half advanced: they all end with that error.
         """
         batch = self._scheduler.next_batch()
         if batch is None:
             return []
         with self.spans.span("step"):
-            logits = self.model.forward(batch.tokens)
+            try:
+                # Damaged weights may overflow; the sampler refuses what comes out of it.
+                with np.errstate(all="ignore"):
+                    logits = self.model.forward(batch.tokens)
+            except FinbackError as error:
+                return [self._fail(sequence, error) for sequence in batch.sequences]
+            except BaseException:
+                for sequence in batch.sequences:
+                    self._scheduler.remove(sequence.number)
+                raise
             for sequence, run in zip(batch.sequences, batch.tokens.runs, strict=True):
                 sequence.state.position += run.stop - run.start
-            deltas = self._settle(batch, logits)
+            deltas = [self._extend(s, row) for s, row in zip(batch.picking, logits, strict=True)]
         self.spans.count("steps", 1)
         self.spans.count("rows", len(batch.tokens.ids))
+        logger.debug(
+            "step of %d rows for %d sequences", len(batch.tokens.ids), len(batch.sequences)
+        )
         return deltas
 
     def abort(self, number: int) -> Delta | None:
@@ -115,9 +130,15 @@ class Engine:
         for start in range(0, len(ids), self._config.max_rows):
             chunk = np.array(ids[start : start + self._config.max_rows], np.int64)
             rows = np.arange(len(chunk))
-            parts.append(self.model.forward(TokenBatch(chunk, (Run(state, 0, len(chunk)),), rows)))
+            with np.errstate(all="ignore"):
+                batch = TokenBatch(chunk, (Run(state, 0, len(chunk)),), rows)
+                parts.append(self.model.forward(batch))
             state.position += len(chunk)
         return np.concatenate(parts)
+
+    def is_live(self, number: int) -> bool:
+        """Tell whether a sequence has neither ended nor been dropped."""
+        return number in self._scheduler
 
     def check(self) -> None:
         """Test the invariants of everything the engine owns."""
@@ -128,19 +149,27 @@ class Engine:
             raise RequestError("the prompt is empty; at least one token is needed")
         size = self.model.shape.vocab_size
         for token_id in ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise RequestError(f"a prompt is text or whole numbers, not {token_id!r}")
             if not 0 <= token_id < size:
                 raise RequestError(f"token id {token_id} is outside the vocabulary of {size}")
 
-    def _settle(self, batch: Batch, logits: Array) -> list[Delta]:
-        deltas = []
-        for sequence, row in zip(batch.picking, logits, strict=True):
-            token = pick(row, sequence.sampling, sequence.seed, len(sequence.tokens))
-            if token in sequence.stop_ids:
-                sequence.finish_reason = "stop"
-            sequence.tokens.append(token)
-            if sequence.finish_reason is None and len(sequence.tokens) >= sequence.max_length:
-                sequence.finish_reason = "length"
-            if sequence.finish_reason is not None:
-                self._scheduler.remove(sequence.number)
-            deltas.append(Delta(sequence.number, [token], sequence.finish_reason))
-        return deltas
+    def _extend(self, sequence: Sequence, logits: Array) -> Delta:
+        """Append the next token to a sequence, which may end it."""
+        try:
+            token = pick(logits, sequence.sampling, sequence.seed, len(sequence.tokens))
+        except FinbackError as error:
+            return self._fail(sequence, error)
+        sequence.tokens.append(token)
+        if token in sequence.stop_ids:
+            sequence.finish_reason = "stop"
+        elif len(sequence.tokens) >= sequence.max_length:
+            sequence.finish_reason = "length"
+        if sequence.finish_reason is not None:
+            self._scheduler.remove(sequence.number)
+        return Delta(sequence.number, [token], sequence.finish_reason)
+
+    def _fail(self, sequence: Sequence, error: FinbackError) -> Delta:
+        self._scheduler.remove(sequence.number)
+        sequence.finish_reason = "error"
+        return Delta(sequence.number, finish_reason="error", error=error)

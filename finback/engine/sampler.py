@@ -4,7 +4,7 @@ import numpy as np
 
 from finback.checkpoint.formats import Array
 from finback.config import SamplingParams
-from finback.errors import FinbackError
+from finback.errors import DamagedFile
 
 
 def pick(logits: Array, sampling: SamplingParams, seed: int, position: int) -> int:
@@ -13,20 +13,21 @@ def pick(logits: Array, sampling: SamplingParams, seed: int, position: int) -> i
     Filters apply in this order: temperature, top-k, top-p, min-p. Ties go to the lower id.
 
     Raises:
-        FinbackError: The logits hold something that is no number.
+        DamagedFile: The logits hold something that is no number.
     """
     if not np.isfinite(logits).all():
-        raise FinbackError(
+        raise DamagedFile(
             f"the model gave logits that are no numbers at position {position}; "
-            "its weights are damaged"
+            "its weights are damaged, download the model again"
         )
     if sampling.temperature == 0:
         return int(logits.argmax())
     order = np.argsort(-logits, kind="stable")
     if sampling.top_k:
         order = order[: sampling.top_k]
-    scaled = logits[order].astype(np.float64) / sampling.temperature
-    shares = np.exp(scaled - scaled[0])
+    wide = logits[order].astype(np.float64)
+    with np.errstate(over="ignore"):  # a tiny temperature makes the others infinitely unlikely
+        shares = np.exp((wide - wide[0]) / sampling.temperature)
     shares /= shares.sum()
     kept = len(shares)
     if sampling.top_p < 1:

@@ -38,6 +38,9 @@ class Scheduler:
         """Give a sequence up, if it is still here."""
         return self._live.pop(number, None)
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._live
+
     def __len__(self) -> int:
         return len(self._live)
 

@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from finback.config import SamplingParams
+from finback.errors import FinbackError
 from finback.models.state import SequenceState
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(slots=True)
@@ -17,7 +18,6 @@ class Sequence:
     """
 
     number: int
-    prompt_length: int
     tokens: list[int]
     sampling: SamplingParams
     seed: int
@@ -34,8 +34,9 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one sequence gained by a step."""
+    """What one sequence gained by a step; `error` says why it ended with the reason error."""
 
     number: int
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    error: FinbackError | None = None

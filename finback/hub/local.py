@@ -7,8 +7,8 @@ from pathlib import Path
 
 from platformdirs import user_data_path
 
-from finback.checkpoint.hf import read_json
-from finback.errors import CheckpointError
+from finback.checkpoint.files import exists, read_json
+from finback.errors import CheckpointError, UsageError
 
 STORYTELLER = Path(__file__).resolve().parent.parent / "data" / "storyteller"
 MODELS_VARIABLE = "FINBACK_MODELS"
@@ -31,10 +31,8 @@ def models_folder() -> Path:
 
 
 def list_models() -> list[LocalModel]:
-    """Find every folder with a readable config, the embedded model first."""
-    found = [_describe("storyteller", STORYTELLER)]
-    found += [_describe(name, folder) for name, folder in _candidates()]
-    return [model for model in found if model is not None]
+    """Find every model folder, the embedded model first."""
+    return [_describe(name, folder) for name, folder in _candidates()]
 
 
 def find_model(name: str | Path) -> Path:
@@ -43,33 +41,39 @@ def find_model(name: str | Path) -> Path:
     Raises:
         CheckpointError: Neither is there; the known names are listed.
     """
-    folder = Path(name).expanduser()
-    if folder.exists():
+    if not str(name):
+        raise UsageError("the model's name is empty; give a folder or a name from `finback list`")
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError:  # `~somebody` who is not a user here
+        folder = Path(name)
+    if exists(folder):
         return folder
-    models = list_models()
-    for model in models:
-        if model.name == str(name):
-            return model.folder
-    known = ", ".join(model.name for model in models)
+    places = dict(_candidates())
+    if str(name) in places:
+        return places[str(name)]
+    known = ", ".join(places)
     raise CheckpointError(
         f"{name}: no such folder, and no model of that name on this machine (there are: {known})"
     )
 
 
 def _candidates() -> Iterator[tuple[str, Path]]:
+    yield "storyteller", STORYTELLER
     own = models_folder()
     if own.is_dir():
         for folder in sorted(own.iterdir()):
-            yield folder.name, folder
+            if folder.is_dir():
+                yield folder.name, folder
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "hub"
     for folder in sorted(home.glob("models--*/snapshots/*")):
         yield folder.parent.parent.name.removeprefix("models--").replace("--", "/"), folder
 
 
-def _describe(name: str, folder: Path) -> LocalModel | None:
+def _describe(name: str, folder: Path) -> LocalModel:
     try:
-        model_type = read_json(folder / "config.json").get("model_type")
+        model_type = str(read_json(folder / "config.json").get("model_type"))
     except CheckpointError:
-        return None
+        model_type = "(no usable config.json)"
     files = [path for path in folder.glob("*.safetensors") if path.exists()]
-    return LocalModel(name, folder, str(model_type), sum(path.stat().st_size for path in files))
+    return LocalModel(name, folder, model_type, sum(path.stat().st_size for path in files))

@@ -1,4 +1,4 @@
-"""The native library as a backend; the only caller of native/finback.h. Checks what it passes on."""
+"""The native library as a backend: the only caller of native/finback.h, checking all it passes."""
 
 import ctypes
 import os
@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 import finback.kernels
-from finback.checkpoint.formats import Array, Weight
+from finback.checkpoint.formats import Array, Weight, unpack
 from finback.errors import UsageError
 from finback.kernels.ops import Activation, Ids, RouterRule
 
 ABI = 2
+ISAS = ("base", "avx2", "avx512", "neon")
 LIBRARY_NAMES = ("libfinback.so", "libfinback.dylib")
 FORMATS = {"f32": 0, "bf16": 1, "f16": 2, "mxfp4": 3}
 KINDS = {"silu": 0, "situ": 1, "bounded situ": 2}
@@ -36,7 +37,10 @@ class _Activation(Structure):
 
 class _Latent(Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("tokens", "seen", "heads", "nope", "extra", "rank", "value")),
+        *(
+            (name, c_int64)
+            for name in ("tokens", "seen", "heads", "nope", "extra", "rank", "value")
+        ),
         ("scale", c_float),
     ]
 
@@ -90,9 +94,23 @@ def compiler() -> str | None:
     return None if loaded is None else bytes(loaded.finback_compiler()).decode()
 
 
+@cache
+def instruction_sets() -> tuple[str, ...]:
+    """Name the instruction sets that this build and this machine have, none without a library."""
+    loaded = library()
+    if loaded is None:
+        return ()
+    best = loaded.finback_isa()
+    found = [name for name in ISAS if loaded.finback_set_isa(name.encode())]
+    loaded.finback_set_isa(best)
+    return tuple(found)
+
+
 def available_threads() -> int:
-    """Count the cores this process may use: its affinity, and its cgroup's quota where there is one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Count the cores this process may use: its affinity, and its cgroup's quota if there is one."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         if quota != "max":
@@ -112,7 +130,7 @@ def _pointer(name: str, array: Array, shape: tuple[int, ...]) -> int:
 
 
 class Cpu:
-    """The native backend. One call at a time uses the thread pool."""
+    """The native backend. Threads and instruction set are the process's, whoever set them last."""
 
     name = "cpu"
 
@@ -143,13 +161,13 @@ class Cpu:
         """See `Ops.linear`."""
         rows, cols = weight.shape
         y = np.empty((len(x), rows), np.float32)
-        self._lib.finback_linear(_pointer("x", x, (len(x), cols)), len(x), _native(weight), y.ctypes.data)
+        self._lib.finback_linear(
+            _pointer("x", x, (len(x), cols)), len(x), _native(weight), y.ctypes.data
+        )
         return y
 
     def embed(self, ids: Ids, weight: Weight) -> Array:
         """See `Ops.embed`: the rows asked for are unpacked, no others."""
-        from finback.checkpoint.formats import unpack
-
         rows, cols = weight.shape
         table = weight.parts[0].reshape(rows, -1)
         chosen = np.ascontiguousarray(table[ids]).reshape(-1)
@@ -160,18 +178,30 @@ class Cpu:
         width = x.shape[-1]
         y = np.empty_like(x)
         self._lib.finback_rms_norm(
-            _pointer("x", x, x.shape), _pointer("weight", weight, (width,)), eps, x.size // width, width,
+            _pointer("x", x, x.shape),
+            _pointer("weight", weight, (width,)),
+            eps,
+            x.size // width,
+            width,
             y.ctypes.data,
-        )  # fmt: skip
+        )
         return y
 
     def mix(self, entries: list[Array], weight: Array, eps: float) -> Array:
         """See `Ops.mix`."""
         rows, width = entries[0].shape
-        pointers = (c_void_p * len(entries))(*(_pointer("entry", e, (rows, width)) for e in entries))
+        pointers = (c_void_p * len(entries))(
+            *(_pointer("entry", e, (rows, width)) for e in entries)
+        )
         y = np.empty((rows, width), np.float32)
         self._lib.finback_mix(
-            pointers, len(entries), _pointer("weight", weight, (width,)), eps, rows, width, y.ctypes.data
+            pointers,
+            len(entries),
+            _pointer("weight", weight, (width,)),
+            eps,
+            rows,
+            width,
+            y.ctypes.data,
         )
         return y
 
@@ -179,18 +209,27 @@ class Cpu:
         """See `Ops.glu`."""
         y = np.empty_like(gate)
         self._lib.finback_glu(
-            _pointer("gate", gate, gate.shape), _pointer("up", up, gate.shape),
-            byref(_activation(activation)), len(gate), gate.shape[1], y.ctypes.data,
-        )  # fmt: skip
+            _pointer("gate", gate, gate.shape),
+            _pointer("up", up, gate.shape),
+            byref(_activation(activation)),
+            len(gate),
+            gate.shape[1],
+            y.ctypes.data,
+        )
         return y
 
     def expert(self, x: Array, w1: Weight, w2: Weight, w3: Weight, activation: Activation) -> Array:
         """See `Ops.expert`."""
         y = np.empty((len(x), w2.shape[0]), np.float32)
         self._lib.finback_expert(
-            _pointer("x", x, (len(x), w1.shape[1])), len(x), _native(w1), _native(w2), _native(w3),
-            byref(_activation(activation)), y.ctypes.data,
-        )  # fmt: skip
+            _pointer("x", x, (len(x), w1.shape[1])),
+            len(x),
+            _native(w1),
+            _native(w2),
+            _native(w3),
+            byref(_activation(activation)),
+            y.ctypes.data,
+        )
         return y
 
     def route(self, logits: Array, bias: Array | None, rule: RouterRule) -> tuple[Ids, Array]:
@@ -199,14 +238,22 @@ class Cpu:
         ids = np.empty((tokens, rule.top_k), np.int64)
         weights = np.empty((tokens, rule.top_k), np.float32)
         router = _Router(
-            experts, rule.top_k, rule.num_groups, rule.top_groups,
-            rule.activation == "sigmoid", rule.renormalise, rule.scale,
-        )  # fmt: skip
+            experts,
+            rule.top_k,
+            rule.num_groups,
+            rule.top_groups,
+            rule.activation == "sigmoid",
+            rule.renormalise,
+            rule.scale,
+        )
         self._lib.finback_route(
             _pointer("logits", logits, logits.shape),
             None if bias is None else _pointer("bias", bias, (experts,)),
-            byref(router), tokens, ids.ctypes.data, weights.ctypes.data,
-        )  # fmt: skip
+            byref(router),
+            tokens,
+            ids.ctypes.data,
+            weights.ctypes.data,
+        )
         return ids, weights
 
     def short_conv(self, x: Array, history: Array, taps: Array) -> Array:
@@ -214,16 +261,23 @@ class Cpu:
         num_taps, channels = taps.shape
         y = np.empty_like(x)
         self._lib.finback_short_conv(
-            _pointer("x", x, (len(x), channels)), _pointer("history", history, (num_taps - 1, channels)),
-            _pointer("taps", taps, taps.shape), len(x), channels, num_taps, y.ctypes.data,
-        )  # fmt: skip
+            _pointer("x", x, (len(x), channels)),
+            _pointer("history", history, (num_taps - 1, channels)),
+            _pointer("taps", taps, taps.shape),
+            len(x),
+            channels,
+            num_taps,
+            y.ctypes.data,
+        )
         return y
 
     def unit(self, x: Array, scale: float) -> Array:
         """See `Ops.unit`."""
         width = x.shape[-1]
         y = np.empty_like(x)
-        self._lib.finback_unit(_pointer("x", x, x.shape), scale, x.size // width, width, y.ctypes.data)
+        self._lib.finback_unit(
+            _pointer("x", x, x.shape), scale, x.size // width, width, y.ctypes.data
+        )
         return y
 
     def decay(self, x: Array, a_log: Array, bound: float | None) -> Array:
@@ -231,9 +285,14 @@ class Cpu:
         tokens, heads, width = x.shape
         y = np.empty_like(x)
         self._lib.finback_decay(
-            _pointer("x", x, x.shape), _pointer("a_log", a_log, (heads,)), bound or 0.0,
-            tokens, heads, width, y.ctypes.data,
-        )  # fmt: skip
+            _pointer("x", x, x.shape),
+            _pointer("a_log", a_log, (heads,)),
+            bound or 0.0,
+            tokens,
+            heads,
+            width,
+            y.ctypes.data,
+        )
         return y
 
     def sigmoid(self, x: Array) -> Array:
@@ -252,9 +311,14 @@ class Cpu:
         out = np.empty_like(q)
         pointers = [_pointer(n, a, q.shape) for n, a in zip("qkvg", (q, k, v, decay), strict=True)]
         self._lib.finback_delta_rule(
-            *pointers, _pointer("beta", beta, (tokens, heads)),
-            _pointer("state", state, (heads, width, width)), tokens, heads, width, out.ctypes.data,
-        )  # fmt: skip
+            *pointers,
+            _pointer("beta", beta, (tokens, heads)),
+            _pointer("state", state, (heads, width, width)),
+            tokens,
+            heads,
+            width,
+            out.ctypes.data,
+        )
         return out
 
     def latent_attention(
@@ -266,16 +330,22 @@ class Cpu:
         sizes = _Latent(tokens, len(rows), heads, nope, extra, rank, width, scale)
         out = np.empty((tokens, heads, width), np.float32)
         self._lib.finback_latent_attention(
-            byref(sizes), _pointer("q", q, q.shape), _pointer("q_extra", q_extra, (tokens, heads, extra)),
-            _pointer("rows", rows, (len(rows), rank + extra)), _pointer("key", key, (heads, nope, rank)),
-            _pointer("value", value, (heads, width, rank)), out.ctypes.data,
-        )  # fmt: skip
+            byref(sizes),
+            _pointer("q", q, q.shape),
+            _pointer("q_extra", q_extra, (tokens, heads, extra)),
+            _pointer("rows", rows, (len(rows), rank + extra)),
+            _pointer("key", key, (heads, nope, rank)),
+            _pointer("value", value, (heads, width, rank)),
+            out.ctypes.data,
+        )
         return out
 
     def _gated(self, x: int | None, gate: Array) -> Array:
         y = np.empty_like(gate)
         width = gate.shape[-1]
-        self._lib.finback_gated(x, _pointer("gate", gate, gate.shape), gate.size // width, width, y.ctypes.data)
+        self._lib.finback_gated(
+            x, _pointer("gate", gate, gate.shape), gate.size // width, width, y.ctypes.data
+        )
         return y
 
 
@@ -297,4 +367,3 @@ def _activation(activation: Activation) -> _Activation:
     if kind == "situ" and activation.linear_beta is not None:
         kind = "bounded situ"  # type: ignore[assignment]
     return _Activation(KINDS[kind], activation.beta, activation.linear_beta or 0.0)
-

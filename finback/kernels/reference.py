@@ -74,6 +74,7 @@ class Reference:
             choice = np.where(kept[..., None], groups, -np.inf).reshape(choice.shape)
         ids = np.argsort(-choice, axis=-1, kind="stable")[:, : rule.top_k]
         weights = np.take_along_axis(scores, ids, -1)
+        # One expert alone keeps its score: so the vendor's code and the other implementations.
         if rule.renormalise and rule.top_k > 1:
             weights = weights / (weights.sum(-1, keepdims=True) + np.float32(1e-20))
         return ids, weights * np.float32(rule.scale)
@@ -109,7 +110,8 @@ class Reference:
 
     def gated(self, x: Array, gate: Array) -> Array:
         """See `Ops.gated`."""
-        return x * self.sigmoid(gate)
+        out: Array = x * self.sigmoid(gate)
+        return out
 
     def delta_rule(
         self, q: Array, k: Array, v: Array, decay: Array, beta: Array, state: Array

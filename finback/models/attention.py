@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from finback.checkpoint.formats import Array, unpack
+from finback.checkpoint.formats import Array
 from finback.checkpoint.hf import Fields
 from finback.kernels.ops import Ops
 from finback.models.base import TokenBatch
@@ -96,7 +96,7 @@ class Mla:
         self._q = weights.matrix(f"{prefix}{query}.weight")
         self._kv_a = weights.matrix(f"{prefix}kv_a_proj_with_mqa.weight")
         self._kv_norm = Norm(weights, f"{prefix}kv_a_layernorm.weight", LATENT_EPS, ops)
-        lift = unpack(weights.matrix(f"{prefix}kv_b_proj.weight"))
+        lift = weights.values(f"{prefix}kv_b_proj.weight")
         lift = lift.reshape(shape.num_heads, shape.nope_dim + shape.value_dim, shape.kv_rank)
         self._key = np.ascontiguousarray(lift[:, : shape.nope_dim])
         self._value = np.ascontiguousarray(lift[:, shape.nope_dim :])

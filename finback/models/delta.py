@@ -92,14 +92,14 @@ class Kda:
         self._in = {n: weights.matrix(f"{prefix}{n}_proj.weight") for n in "qkv"}
         self._taps = {}  # (J, C), published as (C, 1, J)
         for n in "qkv":
-            taps = weights.vector(f"{prefix}{n}_conv1d.weight")
+            taps = weights.values(f"{prefix}{n}_conv1d.weight")
             self._taps[n] = np.ascontiguousarray(taps.reshape(shape.inner, shape.num_taps).T)
         gate = ("g_proj",) if shape.full_rank_gate else ("g_a_proj", "g_b_proj")
         self._gate = [weights.matrix(f"{prefix}{n}.weight") for n in gate]
         self._decay = [weights.matrix(f"{prefix}{n}.weight") for n in ("f_a_proj", "f_b_proj")]
         self._beta = weights.matrix(f"{prefix}b_proj.weight")
-        self._a_log = weights.vector(f"{prefix}A_log").reshape(-1)[: shape.num_heads]
-        self._dt_bias = weights.vector(f"{prefix}dt_bias")
+        self._a_log = weights.values(f"{prefix}A_log").reshape(-1)[: shape.num_heads]
+        self._dt_bias = weights.values(f"{prefix}dt_bias")
         self._o_norm = Norm(weights, f"{prefix}o_norm.weight", shape.eps, ops)
         self._o = weights.matrix(f"{prefix}o_proj.weight")
 

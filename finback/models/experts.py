@@ -35,6 +35,8 @@ class MoeShape:
         """Read the sizes and the router's rule from a (text) config."""
         num_experts = config.integer("num_experts", high=1 << 16)
         inner = config.integer("moe_intermediate_size")
+        if config.has("topk_method"):
+            config.choice("topk_method", ("noaux_tc",))
         groups = config.integer("num_expert_group", 1, high=num_experts)
         is_sigmoid = (
             config.choice("moe_router_activation_func", ("sigmoid", "softmax")) == "sigmoid"
@@ -42,7 +44,7 @@ class MoeShape:
         rule = RouterRule(
             top_k=config.integer("num_experts_per_token", high=num_experts),
             activation="sigmoid" if is_sigmoid else "softmax",
-            renormalise=config.flag("moe_renormalize"),
+            renormalise=config.flag("moe_renormalize", True),
             scale=config.number("routed_scaling_factor", 1.0),
             num_groups=groups,
             top_groups=config.integer("topk_group", groups, high=groups),
@@ -87,10 +89,8 @@ class MoeShape:
             yield TensorSpec(
                 f"{prefix}routed_expert_up_proj.weight", (self.width, self.latent), "latent"
             )
-        if self.latent_norm:
-            yield TensorSpec(
-                f"{prefix}routed_expert_norm.weight", (self.latent or self.width,), "latent"
-            )
+        if self.latent is not None and self.latent_norm:
+            yield TensorSpec(f"{prefix}routed_expert_norm.weight", (self.latent,), "latent")
         if self.shared_inner:
             yield from mlp_tensors(
                 f"{prefix}shared_experts.", self.width, self.shared_inner, "shared expert"
@@ -110,7 +110,7 @@ class Router:
         """Load the scores' matrix and the correction bias."""
         self._rule, self._ops = rule, ops
         self._gate = weights.matrix(f"{prefix}gate.weight")
-        self._bias = weights.vector(f"{prefix}gate.e_score_correction_bias")
+        self._bias = weights.values(f"{prefix}gate.e_score_correction_bias")
 
     def __call__(self, u: Array) -> tuple[Ids, Array]:
         """Give ids (T, k), best first, and weights (T, k)."""

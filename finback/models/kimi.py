@@ -35,7 +35,7 @@ class KimiLayout:
     moe: MoeShape
 
     @classmethod
-    def read(cls, config: Fields, prefix: str) -> "KimiLayout":
+    def read(cls, config: Fields, prefix: str, is_tied: bool = False) -> "KimiLayout":
         """Read every value these models depend on.
 
         Raises:
@@ -59,7 +59,7 @@ class KimiLayout:
             max_positions=config.integer(context, high=1 << 40),
             dense_inner=config.integer("intermediate_size"),
             eps=config.number("rms_norm_eps", low=0.0, high=1.0),
-            is_tied=config.flag("tie_word_embeddings"),
+            is_tied=is_tied or config.flag("tie_word_embeddings"),
             kda_layers=_read_layer_map(config.section("linear_attn_config"), num_layers),
             kda=KdaShape.read(config),
             mla=MlaShape.read(config),

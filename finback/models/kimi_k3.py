@@ -56,7 +56,8 @@ def read_config(config: Fields) -> Layout:
         CheckpointError: A value is missing or impossible.
     """
     text = config.section("text_config")
-    return Layout(KimiLayout.read(text, PREFIX), text.integer("attn_res_block_size"))
+    kimi = KimiLayout.read(text, PREFIX, config.flag("tie_word_embeddings"))
+    return Layout(kimi, text.integer("attn_res_block_size"))
 
 
 def _fold_tensors(name: str, width: int) -> Iterator[TensorSpec]:
@@ -64,12 +65,12 @@ def _fold_tensors(name: str, width: int) -> Iterator[TensorSpec]:
     yield TensorSpec(f"{name}_proj.weight", (1, width), "residual")
 
 
-class Fold:
+class AttentionResidual:
     """One attention residual: a softmax over the banked block starts and the running sum."""
 
     def __init__(self, weights: Weights, name: str, eps: float, ops: Ops) -> None:
         """Load norm and projection, which occur only as their product."""
-        norm, proj = weights.vector(f"{name}_norm.weight"), weights.vector(f"{name}_proj.weight")
+        norm, proj = weights.values(f"{name}_norm.weight"), weights.values(f"{name}_proj.weight")
         self._weight, self._eps, self._ops = norm * proj.reshape(-1), eps, ops
 
     def __call__(self, bank: list[Array], x: Array) -> Array:
@@ -87,7 +88,7 @@ class Layer:
         kimi, prefix = layout.kimi, f"{PREFIX}model.layers.{index}."
         self.is_block_start = index % layout.block == 0
         self.attention_fold, self.feed_fold = (
-            Fold(weights, prefix + n, kimi.eps, ops) for n in FOLDS
+            AttentionResidual(weights, prefix + n, kimi.eps, ops) for n in FOLDS
         )
         self.attention_norm = Norm(weights, f"{prefix}input_layernorm.weight", kimi.eps, ops)
         self.feed_norm = Norm(weights, f"{prefix}post_attention_layernorm.weight", kimi.eps, ops)
@@ -105,7 +106,7 @@ class KimiK3:
         self._layers = [
             Layer(layout, i, weights, experts, ops) for i in range(layout.kimi.num_layers)
         ]
-        self._output_fold = Fold(weights, f"{PREFIX}model.output_attn_res", eps, ops)
+        self._output_fold = AttentionResidual(weights, f"{PREFIX}model.output_attn_res", eps, ops)
         self._norm = Norm(weights, f"{PREFIX}model.norm.weight", eps, ops)
 
     def new_state(self) -> SequenceState:

@@ -51,7 +51,7 @@ class Norm:
 
     def __init__(self, weights: Weights, name: str, eps: float, ops: Ops) -> None:
         """Load the weight."""
-        self._weight, self._eps, self._ops = weights.vector(name), eps, ops
+        self._weight, self._eps, self._ops = weights.values(name), eps, ops
 
     def __call__(self, x: Array) -> Array:
         """Normalise the last axis."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from finback.checkpoint.index import Checkpoint
 from finback.kernels.ops import Ops
 from finback.models.base import Model, read_layout
-from finback.models.weights import Weights, take_census
+from finback.models.weights import Weights, check_tensors
 from finback.spans import Spans
 from finback.storage.cache import ExpertCache
 from finback.storage.reader import Reader
@@ -27,11 +27,11 @@ def load_model(checkpoint: Checkpoint, ops: Ops, spans: Spans, expert_cache_byte
         CheckpointError: Something is missing, damaged or unsupported; nothing was loaded.
     """
     layout = read_layout(checkpoint)
-    census = take_census(checkpoint, layout.tensors())
-    census.raise_if_broken(str(checkpoint.folder))
+    check = check_tensors(checkpoint, layout.tensors())
+    check.raise_if_broken(str(checkpoint.folder))
     reader = Reader(spans)
     try:
-        weights = Weights(checkpoint, census, reader, ops)
+        weights = Weights(checkpoint, check, reader, ops)
         experts = ExpertCache(weights.expert_layout, reader, spans, expert_cache_bytes)
         return Loaded(layout.build(weights, experts, ops), experts, reader)
     except BaseException:

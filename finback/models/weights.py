@@ -1,13 +1,23 @@
 """Which tensors a model needs, whether a checkpoint has them, and loading them on demand."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from finback.checkpoint.formats import FORMATS, PLAIN_FORMATS, Array, Weight, unpack
+import numpy as np
+
+from finback.checkpoint.formats import (
+    FORMATS,
+    MXFP4_BAD_SCALE,
+    PLAIN_FORMATS,
+    Array,
+    Weight,
+    has_bad_scale,
+    unpack,
+)
 from finback.checkpoint.index import Checkpoint, compact_names
 from finback.checkpoint.safetensors import TensorRef
-from finback.errors import CheckpointError, MissingTensor
+from finback.errors import CheckpointError, DamagedFile, MissingTensor
 from finback.kernels.ops import Ops
 from finback.storage.cache import ExpertLayout, Part
 from finback.storage.reader import Reader, merge
@@ -24,6 +34,8 @@ Role = Literal[
     "shared expert",
     "expert",
 ]
+MAX_SHOWN = 20  # contradictions in one message
+MAX_MISSING = 100_000  # beyond the names there are: then the config belongs to something else
 PACKED_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt.suffixes != ("",))
 
 
@@ -49,20 +61,16 @@ class Stored:
 
     spec: TensorSpec
     format: str
+    num_bytes: int  # of all parts: from the headers, or by the spec where there are none yet
 
     @property
     def names(self) -> tuple[str, ...]:
         """Name the tensors that hold its parts."""
         return tuple(self.spec.name + suffix for suffix in FORMATS[self.format].suffixes)
 
-    @property
-    def num_bytes(self) -> int:
-        """Count the bytes of all parts."""
-        return FORMATS[self.format].num_bytes(self.spec.shape)
-
 
 @dataclass(slots=True)
-class Census:
+class TensorCheck:
     """A model's needs beside a checkpoint's names."""
 
     stored: list[Stored] = field(default_factory=list)
@@ -83,38 +91,52 @@ class Census:
                 f"{where}: {len(self.missing)} tensors of the model are missing: {names}"
             )
         if self.wrong:
-            raise CheckpointError(f"{where}: does not fit its config.json: {'; '.join(self.wrong)}")
+            more = len(self.wrong) - MAX_SHOWN
+            shown = self.wrong[:MAX_SHOWN] + ([f"and {more} more"] if more > 0 else [])
+            raise CheckpointError(f"{where}: does not fit its config.json: {'; '.join(shown)}")
 
 
-def take_census(checkpoint: Checkpoint, specs: Iterable[TensorSpec]) -> Census:
+def check_tensors(checkpoint: Checkpoint, specs: Iterable[TensorSpec]) -> TensorCheck:
     """Compare specs with names and, where the files are there, with dtypes and shapes."""
     headers = None if checkpoint.missing_files else checkpoint.tensors
     unclaimed = set(checkpoint.names)
-    census = Census()
+    check = TensorCheck()
     for spec in specs:
         stored = _find(spec, checkpoint.names, headers)
         if stored is None:
-            census.missing.append(spec.name)
+            check.missing.append(spec.name)
+            if len(check.missing) > len(checkpoint.names) + MAX_MISSING:
+                raise CheckpointError(
+                    f"{checkpoint.folder}: config.json describes over {len(check.missing)} tensors "
+                    f"that are not there, the checkpoint names {len(checkpoint.names)}; "
+                    "the config is damaged or belongs to another model"
+                )
             continue
-        census.stored.append(stored)
+        check.stored.append(stored)
         unclaimed.difference_update(stored.names)
         if headers is not None:
-            census.wrong += _contradictions(stored, headers)
-    census.extra = sorted(unclaimed)
-    return census
+            check.wrong += _contradictions(stored, headers)
+    check.extra = sorted(unclaimed)
+    return check
 
 
 def _find(
     spec: TensorSpec, names: frozenset[str], headers: Mapping[str, TensorRef] | None
 ) -> Stored | None:
+    found = None
     if spec.name in names:
         dtype = headers[spec.name].dtype if headers is not None else spec.dtype
-        return Stored(spec, PLAIN_FORMATS.get(dtype, "f32"))
-    if len(spec.shape) == 2:
+        found = PLAIN_FORMATS.get(dtype, "f32")
+    elif len(spec.shape) == 2:
         for name in PACKED_FORMATS:
             if all(spec.name + suffix in names for suffix in FORMATS[name].suffixes):
-                return Stored(spec, name)
-    return None
+                found = name
+    if found is None:
+        return None
+    if headers is None:
+        return Stored(spec, found, FORMATS[found].num_bytes(spec.shape))
+    parts = [spec.name + suffix for suffix in FORMATS[found].suffixes]
+    return Stored(spec, found, sum(headers[part].num_bytes for part in parts))
 
 
 def _contradictions(stored: Stored, headers: Mapping[str, TensorRef]) -> Iterator[str]:
@@ -132,19 +154,26 @@ def _contradictions(stored: Stored, headers: Mapping[str, TensorRef]) -> Iterato
         ref = headers[name]
         if ref.dtype != dtype or ref.shape != shape:
             yield f"{name} is {ref.dtype}{list(ref.shape)}, the config says {dtype}{list(shape)}"
+    if spec.shape[1] % fmt.columns:
+        yield (
+            f"{spec.name} has {spec.shape[1]} columns, "
+            f"{stored.format} needs a multiple of {fmt.columns}"
+        )
 
 
 class Weights:
     """Loads the weights of one model from its checkpoint, each when it is asked for."""
 
-    def __init__(self, checkpoint: Checkpoint, census: Census, reader: Reader, ops: Ops) -> None:
-        """Index the census; nothing is read. `reader` stays the caller's."""
+    def __init__(
+        self, checkpoint: Checkpoint, check: TensorCheck, reader: Reader, ops: Ops
+    ) -> None:
+        """Index what the check found; nothing is read. `reader` stays the caller's."""
         self._refs, self._reader, self._ops = checkpoint.tensors, reader, ops
         self._stored = {
-            stored.spec.name: stored for stored in census.stored if stored.spec.expert is None
+            stored.spec.name: stored for stored in check.stored if stored.spec.expert is None
         }
         self._experts: dict[tuple[int, int], list[Stored]] = {}
-        for stored in census.stored:
+        for stored in check.stored:
             if stored.spec.expert is not None:
                 self._experts.setdefault(stored.spec.expert, []).append(stored)
 
@@ -152,9 +181,16 @@ class Weights:
         """Read a weight that stays in memory, in the backend's own form."""
         return self._ops.resident(self._read(name))
 
-    def vector(self, name: str) -> Array:
-        """Read a small tensor as float32 values of its published shape."""
-        return unpack(self._read(name))
+    def values(self, name: str) -> Array:
+        """Read a tensor as float32 values of its published shape.
+
+        Raises:
+            DamagedFile: A value is no finite number.
+        """
+        values = unpack(self._read(name))
+        if not np.isfinite(values).all():
+            raise DamagedFile(f"{self._refs[name].path}: {name} holds values that are no numbers")
+        return values
 
     def expert_layout(self, layer: int, expert: int) -> ExpertLayout:
         """Tell where an expert lies; its matrices are named by the last part before `.weight`."""
@@ -170,9 +206,9 @@ class Weights:
             position += ref.num_bytes
         matrices = {}
         for one in stored:
-            spans = tuple((starts[n], starts[n] + self._refs[n].num_bytes) for n in one.names)
+            ranges = tuple((starts[n], starts[n] + self._refs[n].num_bytes) for n in one.names)
             rows, columns = one.spec.shape
-            matrices[one.spec.name.split(".")[-2]] = Part(one.format, (rows, columns), spans)
+            matrices[one.spec.name.split(".")[-2]] = Part(one.format, (rows, columns), ranges)
         return ExpertLayout(tuple(merge(refs)), matrices)
 
     def _read(self, name: str) -> Weight:
@@ -180,7 +216,10 @@ class Weights:
         parts = tuple(self._reader.read(merge([self._refs[part]])) for part in stored.names)
         # A spec's `also` shapes hold the same values with other dimensions of one.
         shape = self._refs[name].shape if stored.format not in PACKED_FORMATS else stored.spec.shape
-        return Weight(stored.format, shape, parts)
-
-
-LayoutOf = Callable[[int, int], ExpertLayout]
+        weight = Weight(stored.format, shape, parts)
+        if has_bad_scale(weight):
+            raise DamagedFile(
+                f"{self._refs[stored.names[1]].path}: {stored.names[1]} holds the byte "
+                f"{MXFP4_BAD_SCALE}, which stands for no number; download the file again"
+            )
+        return weight

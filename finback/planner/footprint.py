@@ -6,7 +6,7 @@ from math import prod
 
 from finback.checkpoint.index import Checkpoint, compact_names
 from finback.models.base import Layout, ModelShape, read_layout
-from finback.models.weights import Census, take_census
+from finback.models.weights import TensorCheck, check_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +50,18 @@ def measure_footprint(checkpoint: Checkpoint) -> Footprint:
         CheckpointError: The config or index cannot be read, or no family runs it.
     """
     layout = read_layout(checkpoint)
-    census = take_census(checkpoint, layout.tensors())
+    check = check_tensors(checkpoint, layout.tensors())
     tensors: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     formats: dict[str, Counter[str]] = {}
     parameters = 0
-    for stored in census.stored:
+    for stored in check.stored:
         role = stored.spec.role
         tensors[role] += len(stored.names)
         sizes[role] += stored.num_bytes
         formats.setdefault(role, Counter())[stored.format] += stored.num_bytes
         parameters += prod(stored.spec.shape)
-    skipped = [name for name in census.extra if name.startswith(layout.skipped or ("\0",))]
+    skipped = [name for name in check.extra if name.startswith(layout.skipped or ("\0",))]
     return Footprint(
         model_type=str(checkpoint.config["model_type"]),
         shape=layout.shape,
@@ -71,20 +71,20 @@ def measure_footprint(checkpoint: Checkpoint) -> Footprint:
         formats={
             role: " ".join(f for f, _ in counts.most_common()) for role, counts in formats.items()
         },
-        expert_bytes_per_token=_expert_bytes_per_token(census, layout),
+        expert_bytes_per_token=_expert_bytes_per_token(check, layout),
         skipped_tensors=len(skipped),
         skipped_bytes=_skipped_bytes(checkpoint, skipped, sum(sizes.values())),
-        missing=compact_names(census.missing),
+        missing=compact_names(check.missing),
         missing_files=sorted(checkpoint.missing_files),
-        wrong=census.wrong,
-        odd=compact_names(set(census.extra) - set(skipped)),
+        wrong=check.wrong,
+        odd=compact_names(set(check.extra) - set(skipped)),
     )
 
 
-def _expert_bytes_per_token(census: Census, layout: Layout) -> int:
+def _expert_bytes_per_token(check: TensorCheck, layout: Layout) -> int:
     """Sum up what a token reads when no expert is in memory: top-k mean experts a layer."""
     per_layer: Counter[int] = Counter()
-    for stored in census.stored:
+    for stored in check.stored:
         if stored.spec.expert is not None:
             per_layer[stored.spec.expert[0]] += stored.num_bytes
     shape = layout.shape

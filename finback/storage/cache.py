@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from finback.checkpoint.formats import FORMATS, MXFP4_BAD_SCALE, Bytes, Weight
+from finback.checkpoint.formats import MXFP4_BAD_SCALE, Weight, has_bad_scale
 from finback.errors import DamagedFile
 from finback.spans import Spans
 from finback.storage.reader import Extent, Reader
@@ -17,7 +17,7 @@ class Part:
 
     format: str
     shape: tuple[int, int]
-    spans: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,10 @@ class ExpertCache:
             ReadError: A file ended early or the device failed.
             DamagedFile: The bytes cannot be weights.
         """
-        yield {expert: self._matrices(layer, expert) for expert in experts}
-        self._shrink()
+        try:
+            yield {expert: self._matrices(layer, expert) for expert in experts}
+        finally:
+            self._shrink()
 
     def check(self) -> None:
         """Test the invariants: the count of kept bytes is right and within the limit."""
@@ -98,26 +100,19 @@ class ExpertCache:
         layout = self._layout(layer, expert)
         data = self._reader.read(layout.extents)
         data.flags.writeable = False
-        _check_scales(data, layout, layer, expert)
         matrices = {
-            name: Weight(part.format, part.shape, tuple(data[a:b] for a, b in part.spans))
+            name: Weight(part.format, part.shape, tuple(data[a:b] for a, b in part.ranges))
             for name, part in layout.matrices.items()
         }
+        for name, matrix in matrices.items():
+            if has_bad_scale(matrix):
+                raise DamagedFile(
+                    f"{layout.extents[0].path}: expert {expert} of layer {layer}, "
+                    f"{name}.weight_scale holds the byte {MXFP4_BAD_SCALE}, "
+                    "which stands for no number; download the file again"
+                )
         return len(data), matrices
 
     def _shrink(self) -> None:
         while self.kept_bytes > self.max_bytes:
             self.kept_bytes -= self._kept.popitem(last=False)[1][0]
-
-
-def _check_scales(data: Bytes, layout: ExpertLayout, layer: int, expert: int) -> None:
-    for name, part in layout.matrices.items():
-        if "_scale" not in FORMATS[part.format].suffixes:
-            continue
-        start, stop = part.spans[FORMATS[part.format].suffixes.index("_scale")]
-        if (data[start:stop] == MXFP4_BAD_SCALE).any():
-            raise DamagedFile(
-                f"{layout.extents[0].path}: expert {expert} of layer {layer}, {name}.weight_scale "
-                f"holds the byte {MXFP4_BAD_SCALE}, which stands for no number; "
-                "download the file again"
-            )

@@ -45,6 +45,7 @@ class Reader:
         """Open nothing yet; reads are timed as `read` and counted as `bytes_read` in `spans`."""
         self._spans = spans
         self._descriptors: dict[Path, int] = {}
+        self._is_closed = False
 
     def read(self, extents: Iterable[Extent]) -> Bytes:
         """Read extents one after the other into one new array, owned by the caller.
@@ -64,7 +65,8 @@ class Reader:
         return buffer
 
     def close(self) -> None:
-        """Close every file."""
+        """Close every file; later reads are errors."""
+        self._is_closed = True
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
@@ -99,6 +101,8 @@ class Reader:
             )
 
     def _descriptor(self, path: Path) -> int:
+        if self._is_closed:
+            raise ReadError(f"{path}: the model has been closed")
         if path not in self._descriptors:
             if len(self._descriptors) >= MAX_OPEN_FILES:
                 oldest = next(iter(self._descriptors))

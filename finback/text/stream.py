@@ -23,10 +23,11 @@ class StopStrings:
         if self.is_stopped:
             return ""
         text = self._held + text
-        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        # The stop that is complete first, and of those the one that began first.
+        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
             self.is_stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         cut = len(text) - self._possible_start(text)
         self._held = text[cut:]
         return text[:cut]

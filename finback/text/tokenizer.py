@@ -7,7 +7,10 @@ import base64
 import binascii
 import itertools
 import json
+import re
+import reprlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +18,7 @@ from typing import Protocol
 import tiktoken
 from tokenizers import Tokenizer as HubTokenizer
 
+from finback.checkpoint.files import exists, read_file, read_json_if_there
 from finback.errors import TokenizerError
 
 # Kimi's pre-token pattern: protocol data of the checkpoint's own tokenizer.
@@ -118,6 +122,8 @@ class JsonTokenizer:
     def __init__(self, inner: HubTokenizer) -> None:
         """Wrap a loaded tokenizer of the `tokenizers` library."""
         self._inner = inner
+        inner.no_padding()
+        inner.no_truncation()
         added = inner.get_added_tokens_decoder()
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
         self.specials = {
@@ -135,16 +141,16 @@ class JsonTokenizer:
         Raises:
             TokenizerError: The library refuses the file.
         """
-        try:
-            return cls(HubTokenizer.from_str(path.read_text(encoding="utf-8")))
-        except Exception as error:  # the library raises plain Exception
-            raise TokenizerError(f"{path}: not a usable tokenizer.json ({error})") from error
+        text = read_file(path, MAX_VOCAB_FILE_BYTES).decode("utf-8", errors="replace")
+        with _library_errors(f"{path}: not a usable tokenizer.json"):
+            return cls(HubTokenizer.from_str(text))
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Turn text into ids; special strings count as ordinary text unless allowed."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         self._inner.encode_special_tokens = not allow_special
-        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        with _library_errors("tokenizer.json cannot encode this text"):
+            ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -173,6 +179,17 @@ class JsonTokenizer:
         return table | {chr(256 + n): b for n, b in enumerate(others)}
 
 
+@contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """Turn whatever the library raises into our error; its panics are no `Exception`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise TokenizerError(f"{what} ({error})") from error
+
+
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Read the vocabulary beside a checkpoint, whichever kind it is.
 
@@ -180,9 +197,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         TokenizerError: There is none, or it is damaged.
     """
     config = read_tokenizer_config(folder)
-    if (folder / "tiktoken.model").exists():
+    if exists(folder / "tiktoken.model"):
         return TiktokenTokenizer.load(folder / "tiktoken.model", config)
-    if (folder / "tokenizer.json").exists():
+    if exists(folder / "tokenizer.json"):
         return JsonTokenizer.load(folder / "tokenizer.json")
     raise TokenizerError(
         f"{folder}: neither tiktoken.model nor tokenizer.json is there. "
@@ -192,16 +209,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def read_tokenizer_config(folder: Path) -> dict[str, object]:
     """Read `tokenizer_config.json`; a missing file is an empty one."""
-    path = folder / "tokenizer_config.json"
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path}: must hold a JSON object")
-    return value
+    return read_json_if_there(folder / "tokenizer_config.json")
+
+
+def token_text(value: object) -> str | None:
+    """Read a token as configs give it: a string, or an object with `content`."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
@@ -210,18 +224,12 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     Raises:
         TokenizerError: Naming the first line that is wrong.
     """
-    try:
-        size = path.stat().st_size
-        if size > MAX_VOCAB_FILE_BYTES:
-            raise TokenizerError(f"{path}: {size} bytes is no vocabulary")
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise TokenizerError(f"{path}: cannot be read ({error.strerror})") from error
+    lines = read_file(path, MAX_VOCAB_FILE_BYTES).splitlines()
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(lines):
         fields = line.split()
         try:
-            token, rank = base64.b64decode(fields[0], validate=True), int(fields[1])
+            token, rank = base64.b64decode(fields[0], validate=True), int(fields[1][:20])
         except (binascii.Error, ValueError, IndexError):
             raise TokenizerError(f"{path}: line {number + 1} is not '<base64> <rank>'") from None
         if len(fields) != 2 or rank != number or not token or token in ranks:
@@ -241,14 +249,19 @@ def special_names(config: Mapping[str, object], first: int, folder: Path) -> dic
         TokenizerError: An entry lies outside the special ids or has no name.
     """
     names: dict[int, str] = {}
-    added = config.get("added_tokens_decoder", {})
+    added = config.get("added_tokens_decoder")
+    added = {} if added is None else added
     where = folder / "tokenizer_config.json"
     if not isinstance(added, dict):
         raise TokenizerError(f"{where}: added_tokens_decoder must be an object")
     for key, value in added.items():
         content = value.get("content") if isinstance(value, dict) else None
-        if not str(key).isdecimal() or not isinstance(content, str) or not content:
-            raise TokenizerError(f"{where}: added token {key!r} has no content or no number")
+        if not re.fullmatch("[0-9]{1,9}", key) or not isinstance(content, str) or not content:
+            raise TokenizerError(
+                f"{where}: added token {reprlib.repr(key)} has no content or no number"
+            )
+        if not content.isascii() and any("\ud800" <= c <= "\udfff" for c in content):
+            raise TokenizerError(f"{where}: added token {key} is no valid text")
         if not first <= int(key) < first + NUM_KIMI_SPECIALS:
             raise TokenizerError(
                 f"{where}: added token {key} ({content!r}) must lie in "

@@ -70,6 +70,8 @@ def render(
     """
     images = iter(image_prompts)
     out: list[Segment] = []
+    if not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools):
+        raise RequestError("tools must be a list of objects")
     if tools:
         out += _internal("tool-declare", TOOLS_TEXT.format(_compact(tools)))
     if thinking and thinking_effort is not None:
@@ -80,7 +82,7 @@ def render(
         out += _internal("thinking-effort", EFFORT_TEXT.format(thinking_effort))
     for message in _in_call_order(messages):
         out += _message(message, thinking, images)
-    if tool_choice in TOOL_CHOICE_TEXT:
+    if isinstance(tool_choice, str) and tool_choice in TOOL_CHOICE_TEXT:
         out += _internal("tool-choice", TOOL_CHOICE_TEXT[tool_choice])
     elif tool_choice not in (None, "auto"):
         raise RequestError(f"tool_choice is {tool_choice!r}; choose auto, none or required")
@@ -120,10 +122,15 @@ def _internal(kind: str, body: str) -> list[Segment]:
 
 
 def _compact(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"tools and schemas must be plain JSON ({error})") from error
 
 
 def _response_format(value: Mapping[str, object]) -> list[Segment]:
+    if not isinstance(value, Mapping):
+        raise RequestError("response_format must be an object with a type")
     kind = value.get("type")
     if kind == "text":
         return []
@@ -304,11 +311,12 @@ def _in_call_order(messages: Sequence[Message]) -> Iterator[Message]:
 def _named_results(
     run: Sequence[Message], calls: Sequence[Mapping[str, object]], start: int
 ) -> Iterator[Message]:
-    order = {call["id"]: n for n, call in enumerate(calls) if call["id"] is not None}
+    order = {call["id"]: n for n, call in enumerate(calls) if isinstance(call["id"], str)}
     keys = [message.get("tool_call_id", message.get("id")) for message in run]
-    if run and all(isinstance(key, str) and key in order for key in keys):
-        for key, message in sorted(zip(keys, run, strict=True), key=lambda pair: order[pair[0]]):
-            yield {**message, "tool": _call_name(calls[order[key]])}
+    places = [order.get(key) if isinstance(key, str) else None for key in keys]
+    if run and None not in places:
+        for place, message in sorted(zip(places, run, strict=True), key=lambda pair: pair[0] or 0):
+            yield {**message, "tool": _call_name(calls[place or 0])}
         return
     for position, message in enumerate(run, start):
         name = message.get("tool") or message.get("name")

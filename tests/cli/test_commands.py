@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -84,7 +85,7 @@ def test_equal_seeds_give_equal_text_and_greedy_needs_none() -> None:
         (["--nonsense", "x"], "nonsense"),
         (["--raw", "--system", "s", "x"], "leave out --raw"),
         ([], "no prompt"),
-        (["--raw", ""], "the prompt is empty"),
+        (["--raw", ""], "no prompt"),
     ],
 )
 def test_wrong_use_is_exit_2(args: list[str], says: str) -> None:
@@ -155,6 +156,48 @@ def test_ctrl_c_is_130_without_a_traceback() -> None:
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code"),
+    [("<&-", 0), ("2>&-", 0), ("2>/dev/full", 0), (">/dev/full", 1), ("</dev/null", 0)],
+)
+def test_unusual_standard_streams(redirection: str, code: int) -> None:
+    args = " ".join([*COMMAND, "run", "-m", TINY, "--raw", "--max-tokens", "3", "x"])
+    done = subprocess.run(
+        ["bash", "-c", f"{args} {redirection}"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_bytes_that_are_no_text() -> None:
+    args = [*COMMAND, "run", "-m", TINY, "--raw", "--max-tokens", "3"]
+    raw = subprocess.run([*args, b"a\xffb"], input=b"c\xfe", capture_output=True, check=False)
+    assert raw.returncode == 0, raw.stderr
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(args, input=b"x", capture_output=True, env=ascii_only, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_failure_is_json_where_json_was_asked_for() -> None:
+    done = finback("run", "-m", "/nowhere", "--json", "x")
+    assert done.returncode == 3
+    assert "no such folder" in json.loads(done.stdout)["error"]["message"]
+
+
+def test_reasoning_and_figures_stand_on_their_own_lines() -> None:
+    done = finback("run", "-m", TINY, "--seed", "1", "--max-tokens", "3", "hello")
+    last = done.stderr.splitlines()[-1]
+    assert re.match(r"\d+ \+ 3 tokens \(cut at the limit\)", last)
+    assert int(last.split()[0]) < 60  # no digit of the reasoning before it
+    quiet = finback("run", "-m", TINY, "--seed", "1", "--max-tokens", "3", "-q", "hello")
+    assert "cut while the model was thinking" in quiet.stderr
+
+
+def test_verbose_tells_what_happens() -> None:
+    done = finback("-v", "run", "-m", TINY, "--raw", "--max-tokens", "1", "x")
+    assert "loaded" in done.stderr
 
 
 def test_a_reader_that_leaves_the_pipe_is_no_error_to_see() -> None:

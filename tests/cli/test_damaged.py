@@ -1,6 +1,7 @@
 """Every way a checkpoint can be wrong: exit 3, one sentence, no traceback, nothing allocated."""
 
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -37,6 +38,7 @@ def run(folder: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         stdin=subprocess.DEVNULL,
         check=False,
+        timeout=30,
         env={"OPENBLAS_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE)),
     )
@@ -117,6 +119,32 @@ def missing_tensor(folder: Path) -> None:
     shard.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
+def pipe(name: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return damage
+
+
+def device(name: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to("/dev/zero")
+
+    return damage
+
+
+def nan_norm(folder: Path) -> None:
+    shard = folder / "model-00010-of-000011.safetensors"
+    header, data = header_of(shard)
+    start, end = header["language_model.model.norm.weight"]["data_offsets"]
+    raw = bytearray(shard.read_bytes())
+    at = len(raw) - len(data)
+    raw[at + start : at + end] = b"\xc0\x7f" * ((end - start) // 2)
+    shard.write_bytes(raw)
+
+
 def config(**changes: object) -> Callable[[Path], None]:
     return lambda folder: edit_json(folder / "config.json", **changes)
 
@@ -182,6 +210,77 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "path out of the folder": (traversal, "no file of this folder"),
     "broken link": (broken_link, f"files are missing ({SHARD})"),
+    "more layers and experts than tensors": (
+        config(text_config__num_experts=65536, text_config__num_experts_per_token=4),
+        "tensors that are not there, the checkpoint names 1004",
+    ),
+    "infinite total": (
+        lambda f: (
+            (f / INDEX).write_text(
+                (f / INDEX).read_text().replace('"total_size"', '"total_size": Infinity, "x"')
+            )
+            and (f / SHARD).unlink()
+        ),
+        "1 of 11 files are missing",
+    ),
+    "expert number of 5000 digits": (
+        lambda f: edit_json(
+            f / INDEX, **{"weight_map__x.experts." + "9" * 5000 + ".w": "model-1.safetensors"}
+        ),
+        "1 of 12 files are missing (model-1.safetensors)",
+    ),
+    "huge temperature": (
+        write("generation_config.json", b'{"temperature": 1' + b"0" * 400 + b"}"),
+        "generation_config.json: temperature must be a number from 0 to 100",
+    ),
+    "stop id outside the vocabulary": (
+        write("generation_config.json", b'{"eos_token_id": 640}'),
+        "generation_config.json: eos_token_id must be ids below 640",
+    ),
+    "stop id of a wrong type": (
+        write("generation_config.json", b'{"eos_token_id": "x"}'),
+        "eos_token_id must be ids below 640",
+    ),
+    "added token of 5000 digits": (
+        write("tokenizer_config.json", b'{"added_tokens_decoder": {"' + b"9" * 5000 + b'": {}}}'),
+        "has no content or no number",
+    ),
+    "added token that is no text": (
+        write(
+            "tokenizer_config.json",
+            b'{"added_tokens_decoder": {"390": {"content": "\\ud800"}}}',
+        ),
+        "added token 390 is no valid text",
+    ),
+    "tokenizer of another model": (
+        config(text_config__vocab_size=512),
+        "embed_tokens.weight has shape [640, 128], the config says [512, 128]",
+    ),
+    "columns that MXFP4 cannot have": (
+        config(text_config__moe_intermediate_size=97),
+        "needs a multiple of 32",
+    ),
+    "a pipe for a config": (pipe("config.json"), "config.json: is no regular file"),
+    "a pipe for a shard": (pipe(SHARD), f"{SHARD}: is no regular file"),
+    "a device for a config": (device("tokenizer_config.json"), "is no regular file"),
+    "a folder for a vocabulary": (
+        lambda f: (f / "tiktoken.model").unlink() or (f / "tiktoken.model").mkdir(),
+        "tiktoken.model: is no regular file",
+    ),
+    "a name of 5000 characters": (
+        lambda f: edit_json(f / INDEX, weight_map__x="x" * 5000 + ".safetensors"),
+        "1 of 12 files are missing",
+    ),
+    "escapes and newlines in a name": (
+        lambda f: edit_json(f / INDEX, weight_map__x="gone\n\x1b[2J.safetensors"),
+        "(gone\\n\\x1b[2J.safetensors)",
+    ),
+    "a value of a megabyte": (
+        config(text_config__hidden_size="9" * 1_000_000),
+        "hidden_size must be a whole number from 1 to 16777216, not '999",
+    ),
+    "weights that are no numbers": (nan_norm, "model.norm.weight holds values that are no numbers"),
+    "another choice of experts": (config(text_config__topk_method="greedy"), "must be noaux_tc"),
     "nested text_config missing": (config(text_config=None), "text_config must be an object"),
 }
 

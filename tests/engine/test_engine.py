@@ -7,7 +7,7 @@ import pytest
 
 from finback.config import EngineConfig, SamplingParams
 from finback.engine.engine import Engine
-from finback.errors import ContextTooLong, RequestError
+from finback.errors import ContextTooLong, DamagedFile, ReadError, RequestError
 from finback.models.base import ModelShape, TokenBatch
 from finback.models.state import SequenceState
 from finback.spans import Spans
@@ -90,6 +90,57 @@ def test_sequences_join_and_leave_between_steps() -> None:
     assert model.batches == [[1], [1, 1], [1, 1], [1]]
 
 
+class Failing(Counting):
+    """Fails, or gives logits that are no numbers, when it sees certain tokens."""
+
+    def __init__(self, fail_on: int, error: BaseException | None) -> None:
+        super().__init__()
+        self.fail_on, self.error = fail_on, error
+
+    def forward(self, tokens: TokenBatch) -> np.ndarray:
+        out = super().forward(tokens)
+        if self.error is not None and self.fail_on in tokens.ids:
+            raise self.error
+        out[tokens.ids[tokens.wanted] == self.fail_on] = np.nan
+        return out
+
+
+def test_a_step_that_fails_ends_its_sequences_with_the_error() -> None:
+    model = Failing(7, ReadError("the disk is gone"))
+    engine = Engine(model, EngineConfig(max_sequences=2), Spans())
+    engine.add([5], GREEDY.replaced(max_tokens=9))
+    engine.add([20], GREEDY.replaced(max_tokens=9))
+    waiting = engine.add([30], GREEDY.replaced(max_tokens=2))
+    deltas = [delta for _ in range(3) for delta in engine.step()]
+    failed = [delta for delta in deltas if delta.finish_reason == "error"]
+    assert [str(delta.error) for delta in failed] == ["the disk is gone"] * 2
+    engine.check()
+    assert run_all(engine) == {waiting: ([31, 32], "length")}
+
+
+def test_an_interrupted_step_drops_its_sequences() -> None:
+    engine = Engine(Failing(6, KeyboardInterrupt()), EngineConfig(), Spans())
+    number = engine.add([5], GREEDY)
+    engine.step()
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert not engine.is_live(number)
+    assert engine.is_idle
+
+
+def test_logits_that_are_no_numbers_end_their_sequence_alone() -> None:
+    engine = Engine(Failing(7, None), EngineConfig(), Spans())
+    bad = engine.add([5], GREEDY.replaced(max_tokens=9))
+    good = engine.add([20], GREEDY.replaced(max_tokens=5))
+    ended = {}
+    while not engine.is_idle:
+        for delta in engine.step():
+            if delta.finish_reason:
+                ended[delta.number] = (delta.finish_reason, type(delta.error))
+        engine.check()
+    assert ended == {bad: ("error", DamagedFile), good: ("length", type(None))}
+
+
 def test_more_sequences_than_allowed_take_turns_and_none_starves() -> None:
     engine, model = engine_of(max_sequences=2)
     numbers = [engine.add([n], GREEDY.replaced(max_tokens=2)) for n in range(5)]
@@ -128,6 +179,9 @@ def test_a_result_does_not_depend_on_batch_mates() -> None:
         ([], RequestError, "empty"),
         ([VOCAB], RequestError, f"token id {VOCAB} is outside"),
         ([-1], RequestError, "outside"),
+        ([1.5], RequestError, "not 1.5"),
+        ([True], RequestError, "not True"),
+        (["a"], RequestError, "not 'a'"),
         ([0] * 40, ContextTooLong, "has 40 tokens and the model holds 40"),
     ],
 )

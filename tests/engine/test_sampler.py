@@ -5,7 +5,7 @@ import pytest
 
 from finback.config import SamplingParams
 from finback.engine.sampler import pick
-from finback.errors import FinbackError, RequestError
+from finback.errors import DamagedFile, RequestError
 
 LOGITS = np.log(np.array([0.5, 0.25, 0.15, 0.07, 0.03], np.float32))
 
@@ -46,12 +46,13 @@ def test_a_pick_is_a_function_of_seed_and_position() -> None:
 
 
 def test_very_low_temperatures_do_not_overflow() -> None:
-    assert pick(LOGITS * 1000, SamplingParams(temperature=1e-6), 1, 1) == 0
+    for temperature in (1e-6, 1e-320):
+        assert pick(LOGITS * 1000, SamplingParams(temperature=temperature), 1, 1) == 0
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_damaged_logits_are_an_error(bad: float) -> None:
-    with pytest.raises(FinbackError, match="no numbers at position 3"):
+    with pytest.raises(DamagedFile, match="no numbers at position 3"):
         pick(np.array([0, bad], np.float32), SamplingParams(), 1, 3)
 
 
@@ -69,6 +70,11 @@ def test_damaged_logits_are_an_error(bad: float) -> None:
         ({"max_tokens": 0}, "max_tokens must be a whole number at least 1"),
         ({"stop": "x"}, "stop must be a list"),
         ({"stop": ("",)}, "stop must be a list"),
+        ({"stop": 5}, "stop must be a list"),
+        ({"stop_token_ids": "abc"}, "stop_token_ids must be a list"),
+        ({"stop_token_ids": [[1]]}, "stop_token_ids must be a list"),
+        ({"ignore_eos": "no"}, "ignore_eos must be true or false"),
+        ({"temperature": 10**400}, "temperature must be a number from 0 to 100"),
     ],
 )
 def test_options_are_checked_when_they_are_made(options: dict, says: str) -> None:

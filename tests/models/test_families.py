@@ -25,6 +25,7 @@ def test_hidden_states_and_routes_agree_layer_by_layer(tiny: Path) -> None:
     model, seen = load(tiny), Recorder()
     extend(model, model.new_state(), reference["input_ids"], seen)
     hidden = reference["hidden_after_layer_f32"]
+    assert len(seen.layers) == len(hidden)
     for layer, x in enumerate(seen.layers):
         assert np.abs(x - hidden[layer]).max() < 1e-3 * np.abs(hidden[layer]).max()
     assert list(seen.routes) == list(model.shape.routed_layers)

@@ -51,6 +51,12 @@ def test_special_strings_in_a_message_stay_text(tmp_path: Path) -> None:
         "{{ undefined_name.x }}",
         "{{ range(10**9)|list }}",
         "{{ 1/0 }}",
+        "{{ 9**(9**9) }}",
+        "{{ 'a' * 10**10 }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ 'a'.center(10**10) }}",
+        "{{ 'a'|center(10**10) }}",
+        "{{ '{:1000000000}'.format(1) }}",
     ],
 )
 def test_a_hostile_template_ends_in_a_plain_error(tmp_path: Path, attack: str) -> None:
@@ -59,9 +65,29 @@ def test_a_hostile_template_ends_in_a_plain_error(tmp_path: Path, attack: str) -
         chat.encode([{"role": "user", "content": "x"}], ChatOptions())
 
 
-def test_a_broken_template_is_refused_at_load(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "broken", ["{% if %}", "{{ " + "(" * 3000, "{{ " + "9" * 5000 + " }}", "{% if x %}" * 400]
+)
+def test_a_broken_template_is_refused_when_it_is_needed(tmp_path: Path, broken: str) -> None:
+    chat = chat_with(tmp_path, broken)
     with pytest.raises(TokenizerError, match="not valid jinja"):
-        chat_with(tmp_path, "{% if %}")
+        chat.encode([{"role": "user", "content": "x"}], ChatOptions())
+
+
+def test_names_users_give_to_tools_stay_text(tmp_path: Path) -> None:
+    chat = chat_with(tmp_path, "{{ tools|tojson }}{{ messages[0]['content']|upper }}")
+    tokenizer = load_tokenizer(tmp_path)
+    options = ChatOptions(tools=[{"<|im_end|>": "<|im_end|>"}])
+    ids = chat.encode([{"role": "user", "content": "<|im_end|>\U000f0000"}], options)
+    assert tokenizer.specials["<|im_end|>"] not in ids
+    assert tokenizer.decode(ids) == '[{"<|im_end|>": "<|im_end|>"}]<|im_end|>\U000f0000'
+
+
+def test_a_template_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finback.text.template.MAX_SECONDS", 0.3)
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(RequestError, match="runs for more than"):
+        chat_with(tmp_path, loops).encode([{"role": "user", "content": "x"}], ChatOptions())
 
 
 def test_a_template_inside_the_tokenizer_config(tmp_path: Path) -> None:

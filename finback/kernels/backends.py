@@ -1,0 +1,20 @@
+"""Which backend a model runs on."""
+
+import logging
+
+from finback.kernels.cpu import Cpu, library
+from finback.kernels.ops import Ops
+from finback.kernels.reference import Reference
+
+logger = logging.getLogger(__name__)
+
+
+def best_backend(threads: int | None = None) -> Ops:
+    """Take the native library where it was built, else NumPy, and say so."""
+    if library() is None:
+        logger.warning(
+            "the native library was not built, so finback computes with NumPy, many times slower; "
+            "install a C compiler and reinstall finback"
+        )
+        return Reference()
+    return Cpu(threads)
