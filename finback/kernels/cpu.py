@@ -107,7 +107,7 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 def available_threads() -> int:
-    """Count the cores this process may use: its affinity, and its cgroup's quota if there is one."""
+    """Count the cores this process may use: by its affinity and its cgroup's quota."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )

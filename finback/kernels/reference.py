@@ -83,10 +83,11 @@ class Reference:
         """See `Ops.short_conv`."""
         padded = np.concatenate([history, x])
         history[:] = padded[len(padded) - len(history) :]
-        y = padded[: len(x)] * taps[0]
+        y: Array = padded[: len(x)] * taps[0]
         for j in range(1, len(taps)):
             y += padded[j : j + len(x)] * taps[j]
-        return y * self.sigmoid(y)
+        y *= self.sigmoid(y)
+        return y
 
     def unit(self, x: Array, scale: float) -> Array:
         """See `Ops.unit`."""
