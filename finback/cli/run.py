@@ -98,12 +98,7 @@ def run(
 
     with LLM(model, threads=threads) as llm:
         as_chat = chat if chat is not None else llm.chat_format is not None
-        if as_chat:
-            messages = [{"role": "system", "content": system}] if system else []
-            messages.append({"role": "user", "content": text})
-            answer = Answer(llm, messages, think, sampling)
-        else:
-            answer = Answer(llm, text, think, sampling)
+        answer = Answer(llm, _messages(text, system) if as_chat else text, think, sampling)
         for piece in answer:
             if not as_json:
                 answer.show(piece, quiet)
@@ -111,6 +106,11 @@ def run(
             output.json_data(report(llm, answer.out, as_chat))
         else:
             answer.end(quiet)
+
+
+def _messages(text: str, system: str | None) -> list[dict[str, Any]]:
+    opening = [{"role": "system", "content": system}] if system else []
+    return [*opening, {"role": "user", "content": text}]
 
 
 class Answer:
