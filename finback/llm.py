@@ -97,7 +97,10 @@ class LLM:
         self.chat_format: ChatFormat | None = load_chat(self.folder, self.tokenizer)
         with self.spans.span("load"):
             self._loaded = load_model(
-                checkpoint, best_backend(config.threads), self.spans, config.expert_cache_bytes
+                checkpoint,
+                best_backend(config.threads, config.activations),
+                self.spans,
+                config.expert_cache_bytes,
             )
         try:
             ends = self._stop_ids(checkpoint.config, generation)

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define FINBACK_ABI 2
+#define FINBACK_ABI 3
 #define FINBACK_API __attribute__((visibility("default")))
 
 /* The number of this interface; the caller refuses a library with another one. */
@@ -45,8 +45,10 @@ typedef struct {
   const void *scale; /* NULL for plain formats */
 } finback_weight;
 
-/* y = x · weightᵀ with float32 activations: products and sums in float32, fused. */
-FINBACK_API void finback_linear(const float *x, int64_t tokens, const finback_weight *w, float *y);
+/* y = x · weightᵀ. With bits 0 products and sums are float32, fused. With 16 or 8, and MXFP4 weights,
+ * x is first rounded to whole numbers of so many bits, one scale per 32 columns. */
+FINBACK_API void finback_linear(const float *x, int64_t tokens, const finback_weight *w,
+                                int32_t bits, float *y);
 
 enum finback_activation_kind { FINBACK_SILU = 0, FINBACK_SITU = 1, FINBACK_SITU_BOUNDED = 2 };
 
@@ -58,7 +60,7 @@ typedef struct {
 /* y = w2 · glu(w1 · x, w3 · x); x and y are (T, w1.cols). */
 FINBACK_API void finback_expert(const float *x, int64_t tokens, const finback_weight *w1,
                                 const finback_weight *w2, const finback_weight *w3,
-                                const finback_activation *a, float *y);
+                                const finback_activation *a, int32_t bits, float *y);
 
 /* --- row by row ----------------------------------------------------------------------------------- */
 

@@ -6,11 +6,12 @@
 
 /* name, parameters, arguments: of every public kernel, in the order of finback.h */
 #define EACH_KERNEL(K)                                                                             \
-  K(linear, (const float *x, int64_t tokens, const finback_weight *w, float *y), (x, tokens, w, y)) \
+  K(linear, (const float *x, int64_t tokens, const finback_weight *w, int32_t bits, float *y),      \
+    (x, tokens, w, bits, y))                                                                       \
   K(expert,                                                                                        \
     (const float *x, int64_t tokens, const finback_weight *w1, const finback_weight *w2,           \
-     const finback_weight *w3, const finback_activation *a, float *y),                             \
-    (x, tokens, w1, w2, w3, a, y))                                                                 \
+     const finback_weight *w3, const finback_activation *a, int32_t bits, float *y),               \
+    (x, tokens, w1, w2, w3, a, bits, y))                                                           \
   K(rms_norm, (const float *x, const float *w, float eps, int64_t rows, int64_t width, float *y),  \
     (x, w, eps, rows, width, y))                                                                   \
   K(unit, (const float *x, float scale, int64_t rows, int64_t width, float *y),                    \
@@ -50,6 +51,14 @@
 #define DECLARE_AVX2(name, parameters, arguments) void name##_avx2 parameters;
 #define DECLARE_AVX512(name, parameters, arguments) void name##_avx512 parameters;
 #define DECLARE_NEON(name, parameters, arguments) void name##_neon parameters;
+/* quantised.c; reached through linear */
+#define ROUNDED(isa)                                                                               \
+  void linear_rounded_##isa(const float *x, int64_t tokens, const finback_weight *w, int32_t bits, \
+                            float *y);
+ROUNDED(base)
+ROUNDED(avx2)
+ROUNDED(avx512)
+ROUNDED(neon)
 EACH_KERNEL(DECLARE_BASE)
 EACH_KERNEL(DECLARE_AVX2)
 EACH_KERNEL(DECLARE_AVX512)

@@ -197,9 +197,13 @@ static float *prepare(const float *x, int64_t tokens, int64_t cols, int64_t padd
   return out;
 }
 
-void ISA(linear)(const float *x, int64_t tokens, const finback_weight *w, float *y) {
+void ISA(linear)(const float *x, int64_t tokens, const finback_weight *w, int32_t bits, float *y) {
   static void (*const chunks[])(void *, int64_t) = {chunk_f32, chunk_bf16, chunk_f16, chunk_mxfp4};
   if (tokens == 0) return; /* a step in which no row is wanted */
+  if (bits && w->format == FINBACK_MXFP4) {
+    ISA(linear_rounded)(x, tokens, w, bits, y);
+    return;
+  }
   int64_t padded = (w->cols + BLOCK - 1) / BLOCK * BLOCK;
   int is_packed = w->format == FINBACK_MXFP4;
   float *prepared = NULL;
@@ -215,13 +219,13 @@ void ISA(linear)(const float *x, int64_t tokens, const finback_weight *w, float 
 
 /* y = w2 · glu(w1 · x, w3 · x) */
 void ISA(expert)(const float *x, int64_t tokens, const finback_weight *w1, const finback_weight *w2,
-                 const finback_weight *w3, const finback_activation *a, float *y) {
+                 const finback_weight *w3, const finback_activation *a, int32_t bits, float *y) {
   if (tokens == 0) return;
   float *gate = finback_alloc((size_t)(2 * tokens * w1->rows) * sizeof(float));
   float *up = gate + tokens * w1->rows;
-  ISA(linear)(x, tokens, w1, gate);
-  ISA(linear)(x, tokens, w3, up);
+  ISA(linear)(x, tokens, w1, bits, gate);
+  ISA(linear)(x, tokens, w3, bits, up);
   ISA(glu)(gate, up, a, tokens, w1->rows, gate);
-  ISA(linear)(gate, tokens, w2, y);
+  ISA(linear)(gate, tokens, w2, bits, y);
   free(gate);
 }

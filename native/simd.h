@@ -10,7 +10,15 @@
  * vf_exp2(a)    2^a for whole a from -126 to 127
  * vf_less(a, b, x, y)  lane by lane: x where a < b, else y
  * widen_*       VL values of a published format, from memory of any alignment
- * widen_mxfp4   32 codes from 16 bytes: first the even columns, then the odd ones */
+ * widen_mxfp4   32 codes from 16 bytes: first the even columns, then the odd ones
+ *
+ * For whole numbers a vector holds GROUPS groups of 32 columns, one in each 128 bits:
+ * vi            VL sums of 32 bits
+ * codes_16      16 · GROUPS bytes of codes -> 4 vectors of int16: weight · 512; per group the even
+ *               columns 0 to 14, 16 to 30, then the odd ones
+ * codes_8       the same -> 2 vectors of bytes: weight · 2 + OFFSET_8; even columns, then odd ones
+ * vi_dot16, vi_dot8  add the products of neighbours: (sums, weights, x)
+ * scales_of     GROUPS scale bytes -> 2^(byte - 127), each in four lanes */
 #ifndef FINBACK_SIMD_H
 #define FINBACK_SIMD_H
 
@@ -22,6 +30,9 @@
 /* E2M1 by code; the upper eight are the negative ones. */
 static const float E2M1[16] __attribute__((aligned(64))) = {
     0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+
+/* Twice the value of each code. */
+static const int8_t E2M1_DOUBLED[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 /* ================================================================================ AVX-512 ==== */
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -65,6 +76,44 @@ INLINE void widen_mxfp4(const uint8_t *p, vf out[2]) {
   vf table = _mm512_load_ps(E2M1);
   out[0] = _mm512_permutexvar_ps(v, table); /* looks at the low four bits only */
   out[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4), table);
+}
+
+#define GROUPS 4
+#define OFFSET_8 12
+typedef __m512i vi;
+typedef __m512i vi16;
+typedef __m512i vi8;
+INLINE vi vi_zero(void) { return _mm512_setzero_si512(); }
+INLINE vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
+INLINE void vi_store(void *p, vi a) { _mm512_storeu_si512(p, a); }
+INLINE vf vf_from(vi a) { return _mm512_cvtepi32_ps(a); }
+INLINE vi vi_dot16(vi sum, vi16 w, vi16 x) { return _mm512_dpwssd_epi32(sum, w, x); }
+INLINE vi vi_dot8(vi sum, vi8 w, vi8 x) { return _mm512_dpbusd_epi32(sum, w, x); }
+INLINE void codes_bytes(const uint8_t *p, __m128i values, __m512i out[2]) {
+  const __m512i table = _mm512_broadcast_i32x4(values), mask = _mm512_set1_epi8(15);
+  __m512i v = _mm512_loadu_si512(p);
+  out[0] = _mm512_shuffle_epi8(table, _mm512_and_si512(v, mask));
+  out[1] = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(v, 4), mask));
+}
+INLINE void codes_16(const uint8_t *p, vi16 out[4]) {
+  __m512i bytes[2];
+  codes_bytes(p, _mm_loadu_si128((const __m128i *)E2M1_DOUBLED), bytes);
+  for (int odd = 0; odd < 2; odd++) { /* in the high byte: times 256 */
+    out[2 * odd] = _mm512_unpacklo_epi8(_mm512_setzero_si512(), bytes[odd]);
+    out[2 * odd + 1] = _mm512_unpackhi_epi8(_mm512_setzero_si512(), bytes[odd]);
+  }
+}
+INLINE void codes_8(const uint8_t *p, vi8 out[2]) {
+  __m128i values = _mm_loadu_si128((const __m128i *)E2M1_DOUBLED);
+  codes_bytes(p, _mm_add_epi8(values, _mm_set1_epi8(OFFSET_8)), out);
+}
+INLINE vf scales_of(const uint8_t *p) {
+  int32_t four;
+  memcpy(&four, p, 4);
+  __m128i bits = _mm_slli_epi32(_mm_cvtepu8_epi32(_mm_cvtsi32_si128(four)), 23);
+  bits = _mm_max_epi32(bits, _mm_set1_epi32(0x400000)); /* byte 0 is the subnormal 2^-127 */
+  const __m512i lanes = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+  return _mm512_castsi512_ps(_mm512_permutexvar_epi32(lanes, _mm512_castsi128_si512(bits)));
 }
 
 /* =================================================================================== AVX2 ==== */
@@ -121,6 +170,45 @@ INLINE void widen_mxfp4(const uint8_t *p, vf out[4]) {
   }
 }
 
+#define GROUPS 2
+#define OFFSET_8 12
+typedef __m256i vi;
+typedef __m256i vi16;
+typedef __m256i vi8;
+INLINE vi vi_zero(void) { return _mm256_setzero_si256(); }
+INLINE vi vi_load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+INLINE void vi_store(void *p, vi a) { _mm256_storeu_si256((__m256i *)p, a); }
+INLINE vf vf_from(vi a) { return _mm256_cvtepi32_ps(a); }
+INLINE vi vi_dot16(vi sum, vi16 w, vi16 x) { return _mm256_add_epi32(sum, _mm256_madd_epi16(w, x)); }
+INLINE vi vi_dot8(vi sum, vi8 w, vi8 x) {
+  __m256i pairs = _mm256_maddubs_epi16(w, x); /* at most 2 · 24 · 127: does not saturate */
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+INLINE void codes_bytes(const uint8_t *p, __m128i values, __m256i out[2]) {
+  const __m256i table = _mm256_broadcastsi128_si256(values), mask = _mm256_set1_epi8(15);
+  __m256i v = _mm256_loadu_si256((const __m256i *)p);
+  out[0] = _mm256_shuffle_epi8(table, _mm256_and_si256(v, mask));
+  out[1] = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(v, 4), mask));
+}
+INLINE void codes_16(const uint8_t *p, vi16 out[4]) {
+  __m256i bytes[2];
+  codes_bytes(p, _mm_loadu_si128((const __m128i *)E2M1_DOUBLED), bytes);
+  for (int odd = 0; odd < 2; odd++) { /* in the high byte: times 256 */
+    out[2 * odd] = _mm256_unpacklo_epi8(_mm256_setzero_si256(), bytes[odd]);
+    out[2 * odd + 1] = _mm256_unpackhi_epi8(_mm256_setzero_si256(), bytes[odd]);
+  }
+}
+INLINE void codes_8(const uint8_t *p, vi8 out[2]) {
+  __m128i values = _mm_loadu_si128((const __m128i *)E2M1_DOUBLED);
+  codes_bytes(p, _mm_add_epi8(values, _mm_set1_epi8(OFFSET_8)), out);
+}
+INLINE vf scales_of(const uint8_t *p) {
+  __m128i bytes = _mm_setr_epi32(p[0], p[0], p[0], p[0]);
+  __m256i bits = _mm256_inserti128_si256(_mm256_castsi128_si256(bytes), _mm_set1_epi32(p[1]), 1);
+  bits = _mm256_max_epi32(_mm256_slli_epi32(bits, 23), _mm256_set1_epi32(0x400000));
+  return _mm256_castsi256_ps(bits);
+}
+
 /* =================================================================================== NEON ==== */
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -165,6 +253,47 @@ INLINE void widen_mxfp4(const uint8_t *p, vf out[8]) {
     out[4 * odd + 2] = vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(b), 16));
     out[4 * odd + 3] = vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(b), 16));
   }
+}
+
+#define GROUPS 1
+#define OFFSET_8 0
+typedef int32x4_t vi;
+typedef int16x8_t vi16;
+typedef int8x16_t vi8;
+INLINE vi vi_zero(void) { return vdupq_n_s32(0); }
+INLINE vi vi_load(const void *p) { return vld1q_s32((const int32_t *)p); }
+INLINE vi16 vi16_load(const void *p) { return vld1q_s16((const int16_t *)p); }
+INLINE vi8 vi8_load(const void *p) { return vld1q_s8((const int8_t *)p); }
+INLINE void vi16_store(void *p, vi16 a) { vst1q_s16((int16_t *)p, a); }
+INLINE void vi8_store(void *p, vi8 a) { vst1q_s8((int8_t *)p, a); }
+INLINE vf vf_from(vi a) { return vcvtq_f32_s32(a); }
+INLINE vi vi_dot16(vi sum, vi16 w, vi16 x) {
+  int32x4_t low = vmull_s16(vget_low_s16(w), vget_low_s16(x));
+  int32x4_t high = vmull_s16(vget_high_s16(w), vget_high_s16(x));
+  return vaddq_s32(sum, vpaddq_s32(low, high));
+}
+INLINE vi vi_dot8(vi sum, vi8 w, vi8 x) {
+  int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(x));
+  int16x8_t high = vmull_s8(vget_high_s8(w), vget_high_s8(x));
+  return vaddq_s32(sum, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+}
+INLINE void codes_8(const uint8_t *p, vi8 out[2]) {
+  int8x16_t table = vld1q_s8(E2M1_DOUBLED);
+  uint8x16_t v = vld1q_u8(p);
+  out[0] = vqtbl1q_s8(table, vandq_u8(v, vdupq_n_u8(15)));
+  out[1] = vqtbl1q_s8(table, vshrq_n_u8(v, 4));
+}
+INLINE void codes_16(const uint8_t *p, vi16 out[4]) {
+  vi8 bytes[2];
+  codes_8(p, bytes);
+  for (int odd = 0; odd < 2; odd++) {
+    out[2 * odd] = vshll_n_s8(vget_low_s8(bytes[odd]), 8);
+    out[2 * odd + 1] = vshll_n_s8(vget_high_s8(bytes[odd]), 8);
+  }
+}
+INLINE vf scales_of(const uint8_t *p) {
+  uint32_t bits = p[0] ? (uint32_t)p[0] << 23 : 0x400000u;
+  return vreinterpretq_f32_u32(vdupq_n_u32(bits));
 }
 
 /* =================================================================================== base ==== */
@@ -232,6 +361,53 @@ INLINE void widen_mxfp4(const uint8_t *p, vf out[8]) {
     out[4 + i] = (vf){E2M1[q[0] >> 4], E2M1[q[1] >> 4], E2M1[q[2] >> 4], E2M1[q[3] >> 4]};
   }
 }
+
+#define GROUPS 1
+#define OFFSET_8 0
+typedef int32_t vi __attribute__((vector_size(16)));
+typedef int16_t vi16 __attribute__((vector_size(16)));
+typedef int8_t vi8 __attribute__((vector_size(16)));
+#define LOAD_AS(type, p) \
+  type a;                \
+  memcpy(&a, p, sizeof a); \
+  return a
+INLINE vi vi_zero(void) { return (vi){0, 0, 0, 0}; }
+INLINE vi vi_load(const void *p) { LOAD_AS(vi, p); }
+INLINE vi16 vi16_load(const void *p) { LOAD_AS(vi16, p); }
+INLINE vi8 vi8_load(const void *p) { LOAD_AS(vi8, p); }
+INLINE void vi16_store(void *p, vi16 a) { memcpy(p, &a, sizeof a); }
+INLINE void vi8_store(void *p, vi8 a) { memcpy(p, &a, sizeof a); }
+INLINE vf vf_from(vi a) { return (vf){(float)a[0], (float)a[1], (float)a[2], (float)a[3]}; }
+INLINE vi vi_dot16(vi sum, vi16 w, vi16 x) {
+  for (int i = 0; i < 4; i++) sum[i] += w[2 * i] * x[2 * i] + w[2 * i + 1] * x[2 * i + 1];
+  return sum;
+}
+INLINE vi vi_dot8(vi sum, vi8 w, vi8 x) {
+  for (int i = 0; i < 16; i++) sum[i / 4] += w[i] * x[i];
+  return sum;
+}
+INLINE void codes_16(const uint8_t *p, vi16 out[4]) {
+  for (int i = 0; i < 16; i++) {
+    out[i / 8][i % 8] = (int16_t)(E2M1_DOUBLED[p[i] & 15] * 256);
+    out[2 + i / 8][i % 8] = (int16_t)(E2M1_DOUBLED[p[i] >> 4] * 256);
+  }
+}
+INLINE void codes_8(const uint8_t *p, vi8 out[2]) {
+  for (int i = 0; i < 16; i++) {
+    out[0][i] = E2M1_DOUBLED[p[i] & 15];
+    out[1][i] = E2M1_DOUBLED[p[i] >> 4];
+  }
+}
+INLINE vf scales_of(const uint8_t *p) {
+  return vf_set(from_bits(p[0] ? (uint32_t)p[0] << 23 : 0x400000u));
+}
+#endif
+
+#if GROUPS > 1
+#define vi16_load vi_load
+#define vi8_load vi_load
+#define vi16_store vi_store
+#define vi8_store vi_store
 #endif
 
 /* E8M0: 2^(byte - 127), exact; byte 0 is the subnormal 2^-127. */

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from finback.cli import output
 from finback.cli.run import (
+    ActivationsOption,
     Answer,
     MaxTokens,
     MinP,
@@ -43,6 +44,7 @@ def chat(
     min_p: MinP = None,
     seed: Seed = None,
     threads: Threads = None,
+    activations: ActivationsOption = "float32",
 ) -> None:
     """Talk with a model. /help lists what can be typed besides messages."""
     sampling = chosen(
@@ -56,7 +58,7 @@ def chat(
     SamplingParams(**sampling)
     from finback.llm import LLM
 
-    with LLM(model, threads=threads) as llm:
+    with LLM(model, threads=threads, activations=activations) as llm:
         if llm.chat_format is None:
             raise RequestError(f"{llm.folder.name} has no chat format; use `finback run --raw`")
         output.talk(output.dim(f"{llm.folder.name}, /help for help"))

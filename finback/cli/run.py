@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from finback.cli import output
-from finback.config import MAX_SEED, SamplingParams
+from finback.config import MAX_SEED, Activations, SamplingParams
 from finback.errors import UsageError
 from finback.units import human_bytes, human_seconds
 
@@ -41,6 +41,10 @@ Seed = Annotated[int | None, typer.Option(help=_help("seed"), min=0, max=MAX_SEE
 Threads = Annotated[
     int | None, typer.Option(help="Computing threads; all cores if left out.", min=1)
 ]
+ActivationsOption = Annotated[
+    Activations,
+    typer.Option("--activations", help="Rounding before products with quantised weights."),
+]
 Thinking = Annotated[
     bool, typer.Option("--think/--no-think", help="Let the model reason before it answers.")
 ]
@@ -68,6 +72,7 @@ def run(
     min_p: MinP = None,
     seed: Seed = None,
     threads: Threads = None,
+    activations: ActivationsOption = "float32",
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text; repeatable.")
     ] = None,
@@ -96,7 +101,7 @@ def run(
         raise UsageError("--system belongs to a conversation; leave out --raw")
     from finback.llm import LLM
 
-    with LLM(model, threads=threads) as llm:
+    with LLM(model, threads=threads, activations=activations) as llm:
         as_chat = chat if chat is not None else llm.chat_format is not None
         answer = Answer(llm, _messages(text, system) if as_chat else text, think, sampling)
         for piece in answer:

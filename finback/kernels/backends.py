@@ -2,6 +2,7 @@
 
 import logging
 
+from finback.config import Activations
 from finback.kernels.cpu import Cpu, library
 from finback.kernels.ops import Ops
 from finback.kernels.reference import Reference
@@ -9,12 +10,12 @@ from finback.kernels.reference import Reference
 logger = logging.getLogger(__name__)
 
 
-def best_backend(threads: int | None = None) -> Ops:
+def best_backend(threads: int | None = None, activations: Activations = "float32") -> Ops:
     """Take the native library where it was built, else NumPy, and say so."""
     if library() is None:
         logger.warning(
             "the native library was not built, so finback computes with NumPy, many times slower; "
             "install a C compiler and reinstall finback"
         )
-        return Reference()
-    return Cpu(threads)
+        return Reference(activations)
+    return Cpu(threads, activations=activations)

@@ -11,10 +11,11 @@ import numpy.typing as npt
 
 import finback.kernels
 from finback.checkpoint.formats import Array, Weight, unpack
+from finback.config import Activations
 from finback.errors import UsageError
-from finback.kernels.ops import Activation, Ids, RouterRule
+from finback.kernels.ops import ACTIVATION_BITS, Activation, Ids, RouterRule
 
-ABI = 2
+ABI = 3
 ISAS = ("base", "avx2", "avx512", "neon")
 LIBRARY_NAMES = ("libfinback.so", "libfinback.dylib")
 FORMATS = {"f32": 0, "bf16": 1, "f16": 2, "mxfp4": 3}
@@ -55,8 +56,8 @@ class _Router(Structure):
 
 
 _ARGUMENTS = {
-    "linear": (c_void_p, c_int64, c_void_p, c_void_p),
-    "expert": (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+    "linear": (c_void_p, c_int64, c_void_p, c_int32, c_void_p),
+    "expert": (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_void_p),
     "rms_norm": (c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p),
     "unit": (c_void_p, c_float, c_int64, c_int64, c_void_p),
     "mix": (c_void_p, c_int64, c_void_p, c_float, c_int64, c_int64, c_void_p),
@@ -134,8 +135,13 @@ class Cpu:
 
     name = "cpu"
 
-    def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
-        """Choose threads (all available without a number) and instruction set (the best).
+    def __init__(
+        self,
+        threads: int | None = None,
+        isa: str | None = None,
+        activations: Activations = "float32",
+    ) -> None:
+        """Choose threads (all available without a number), instruction set (the best), rounding.
 
         Raises:
             UsageError: There is no library, or no such instruction set on this machine.
@@ -143,7 +149,8 @@ class Cpu:
         loaded = library()
         if loaded is None:
             raise UsageError("the native library was not built; install a C compiler and reinstall")
-        self._lib = loaded
+        self._lib, self.activations = loaded, activations
+        self._bits = ACTIVATION_BITS[activations]
         if isa is not None and not loaded.finback_set_isa(isa.encode()):
             raise UsageError(f"instruction set {isa!r} is not available on this machine")
         loaded.finback_set_threads(threads or available_threads())
@@ -162,16 +169,15 @@ class Cpu:
         rows, cols = weight.shape
         y = np.empty((len(x), rows), np.float32)
         self._lib.finback_linear(
-            _pointer("x", x, (len(x), cols)), len(x), _native(weight), y.ctypes.data
+            _pointer("x", x, (len(x), cols)), len(x), _native(weight), self._bits, y.ctypes.data
         )
         return y
 
     def embed(self, ids: Ids, weight: Weight) -> Array:
         """See `Ops.embed`: the rows asked for are unpacked, no others."""
         rows, cols = weight.shape
-        table = weight.parts[0].reshape(rows, -1)
-        chosen = np.ascontiguousarray(table[ids]).reshape(-1)
-        return unpack(Weight(weight.format, (len(ids), cols), (chosen,)))
+        chosen = tuple(part.reshape(rows, -1)[ids].reshape(-1) for part in weight.parts)
+        return unpack(Weight(weight.format, (len(ids), cols), chosen))
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """See `Ops.rms_norm`."""
@@ -228,6 +234,7 @@ class Cpu:
             _native(w2),
             _native(w3),
             byref(_activation(activation)),
+            self._bits,
             y.ctypes.data,
         )
         return y

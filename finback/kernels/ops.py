@@ -4,6 +4,7 @@ Row r of every result depends on row r of the inputs alone, with the same bits w
 rows are. T tokens, D width, N outputs, H heads, K head width, E experts, V vocabulary.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from finback.checkpoint.formats import Array, Weight
+from finback.config import Activations
 
 Ids = npt.NDArray[np.int64]
 
@@ -40,10 +42,16 @@ class RouterRule:
     top_groups: int = 1
 
 
+# How rows are rounded before a product with quantised weights; 0 leaves them float32.
+ACTIVATION_BITS: Mapping[Activations, int] = {"float32": 0, "int16": 16, "int8": 8}
+ACTIVATION_GROUP = 32  # columns under one scale
+
+
 class Ops(Protocol):
     """A backend."""
 
     name: str
+    activations: Activations
 
     def resident(self, weight: Weight) -> Weight:
         """Take a weight that will stay in memory, in whatever format this backend computes on."""

@@ -7,7 +7,14 @@ that of one. So a row's bits do not depend on what it was computed with.
 import numpy as np
 
 from finback.checkpoint.formats import Array, Weight, unpack
-from finback.kernels.ops import Activation, Ids, RouterRule
+from finback.config import Activations
+from finback.kernels.ops import (
+    ACTIVATION_BITS,
+    ACTIVATION_GROUP,
+    Activation,
+    Ids,
+    RouterRule,
+)
 
 L2_EPS = 1e-6  # inside the root, as in the model's own kernels
 
@@ -17,12 +24,20 @@ class Reference:
 
     name = "numpy"
 
+    def __init__(self, activations: Activations = "float32") -> None:
+        """Choose how rows are rounded before products with quantised weights."""
+        self.activations: Activations = activations
+
     def resident(self, weight: Weight) -> Weight:
-        """Unpack once: NumPy can only multiply float32."""
+        """Unpack once: NumPy can only multiply float32. What rounds its rows stays as it is."""
+        if weight.format == "mxfp4":
+            return weight
         return Weight("f32", weight.shape, (unpack(weight).reshape(-1).view(np.uint8),))
 
     def linear(self, x: Array, weight: Weight) -> Array:
         """See `Ops.linear`."""
+        if weight.format == "mxfp4":
+            x = rounded(x, ACTIVATION_BITS[self.activations])
         return _product(x, _values(weight))
 
     def embed(self, ids: Ids, weight: Weight) -> Array:
@@ -144,6 +159,22 @@ class Reference:
             mixed = _softmax(scores * np.float32(scale)) @ seen[:, :rank]
             out[t] = np.matmul(value, mixed[:, :, None])[:, :, 0]
         return out
+
+
+def rounded(x: Array, bits: int) -> Array:
+    """Round rows to 16 or 8 bits under one scale per 32 columns; 0 bits change nothing.
+
+    q = nearest of x / s with s = largest |x| of the group / (2^(bits-1) − 1); the result is q · s.
+    """
+    if bits == 0 or x.size == 0:
+        return x
+    largest = np.float32(2 ** (bits - 1) - 1)
+    groups = x.reshape(len(x), -1, ACTIVATION_GROUP)
+    size = np.abs(groups).max(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(size > 0, largest / size, np.float32(0))
+    out: Array = (np.rint(groups * inverse) * (size / largest)).reshape(x.shape)
+    return out
 
 
 def _values(weight: Weight) -> Array:

@@ -8,6 +8,7 @@ from safetensors.numpy import load_file
 
 from finback.kernels.cpu import Cpu, instruction_sets
 from finback.models.base import Run, TokenBatch
+from tests.conftest import DATA
 from tests.helpers import Recorder, extend, in_chunks, load
 
 pytestmark = pytest.mark.skipif(
@@ -48,3 +49,20 @@ def test_the_same_bits_beside_other_sequences(tiny: Path, isa: str) -> None:
     runs = tuple(Run(s, a, b) for s, a, b in zip(states, (0, 9, 12), (9, 12, 40), strict=True))
     together = model.forward(TokenBatch(ids, runs, np.arange(40)))
     np.testing.assert_array_equal(together, np.concatenate(alone))
+
+
+def test_int16_activations_change_no_choice(tiny: Path, isa: str) -> None:
+    reference = load_file(tiny / "reference.safetensors")
+    logits = in_chunks(load(tiny, ops=Cpu(isa=isa, activations="int16")), reference["input_ids"], 7)
+    assert np.abs(logits - reference["logits_f64"]).max() < 5e-3
+    assert (logits.argmax(-1) == reference["logits_f64"].argmax(-1)).all()
+
+
+def test_rounded_activations_keep_the_bits_too(isa: str) -> None:
+    ids = load_file(DATA / "tiny-k3" / "reference.safetensors")["input_ids"]
+    for activations in ("int16", "int8"):
+        model = load(DATA / "tiny-k3", ops=Cpu(1, isa, activations))
+        whole = in_chunks(model, ids, len(ids))
+        for size in (1, 7):
+            model = load(DATA / "tiny-k3", 0, Cpu(3, isa, activations))
+            np.testing.assert_array_equal(in_chunks(model, ids, size), whole)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from finback.checkpoint.formats import Weight, unpack
+from finback.config import Activations
 from finback.errors import UsageError
 from finback.kernels.cpu import Cpu, instruction_sets
 from finback.kernels.ops import Activation, Ops, RouterRule
@@ -81,6 +82,52 @@ def test_a_row_has_the_same_bits_whatever_it_is_computed_with(fmt: str) -> None:
                 for threads in (1, 3):
                     part = Cpu(threads=threads, isa=isa).linear(x[:count], w)
                     np.testing.assert_array_equal(part, whole[:count])
+
+
+@pytest.mark.parametrize(("activations", "limit"), [("int16", 1e-4), ("int8", 2e-2)])
+def test_rounded_products_against_the_reference(activations: Activations, limit: float) -> None:
+    oracle = Reference(activations)
+    for isa in instruction_sets():
+        cpu = Cpu(isa=isa, activations=activations)
+        for rows, columns in SHAPES:
+            w, x = packed("mxfp4", rows, columns), normal(9, columns) * 3
+            x[3] = 0
+            x[4, :32] = 0
+            exact = x.astype(np.float64) @ unpack(w).astype(np.float64).T
+            typical = np.sqrt(np.square(exact).mean())
+            got = cpu.linear(x, w)
+            assert np.abs(got - oracle.linear(x, w)).max() <= 3e-6 * np.abs(exact).max()
+            assert np.sqrt(np.square(got - exact).mean()) < limit * typical
+
+
+@pytest.mark.parametrize("activations", ["int16", "int8"])
+def test_a_rounded_row_has_the_same_bits_whatever_it_is_computed_with(
+    activations: Activations,
+) -> None:
+    for isa in instruction_sets():
+        for rows, columns in ((1, 32), (21, 96), (70, 288)):
+            w, x = packed("mxfp4", rows, columns), normal(70, columns)
+            whole = Cpu(threads=1, isa=isa, activations=activations).linear(x, w)
+            for count in (*range(1, 9), 13, 33, 70):
+                for threads in (1, 3):
+                    cpu = Cpu(threads=threads, isa=isa, activations=activations)
+                    np.testing.assert_array_equal(cpu.linear(x[:count], w), whole[:count])
+
+
+def test_every_code_and_scale_in_every_product() -> None:
+    codes = np.tile(np.arange(256, dtype=np.uint8), 255)  # 512 columns a row, a row a scale
+    scales = np.repeat(np.arange(255, dtype=np.uint8), 16)
+    w = Weight("mxfp4", (255, 512), (codes, scales))
+    x = normal(2, 512) * np.float32(1e-3)
+    with np.errstate(over="ignore"):
+        wide = unpack(w).astype(np.float64)
+    keep = np.isfinite(wide).all(1)
+    exact = x.astype(np.float64) @ wide[keep].T
+    size = np.abs(x).astype(np.float64) @ np.abs(wide[keep]).T
+    for isa in instruction_sets():
+        for activations, limit in (("float32", 1e-6), ("int16", 1e-4), ("int8", 2e-2)):
+            got = Cpu(isa=isa, activations=activations).linear(x, w)[:, keep]
+            assert (np.abs(got - exact) <= limit * size + 1e-41).all()
 
 
 @pytest.mark.parametrize("fmt", ["f32", "bf16", "f16"])
