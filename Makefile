@@ -2,20 +2,23 @@
 #   make demo      the embedded model tells a story
 #   make test      the test suite
 #   make install   the package with every extra, in .venv
-# And for developers: check, docs, native.
+# And for developers: check, slow, docs, native, clean.
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PACKAGE := pyproject.toml CMakeLists.txt $(wildcard native/*)
 
-.PHONY: demo test install check docs native clean
+.PHONY: demo test slow install check docs native clean
 
 demo: .venv/installed
 	$(BIN)/finback run --raw --seed 7 --max-tokens 160 "Once upon a time there was a little"
 
 test: .venv/tested
 	$(BIN)/python -m pytest -q
+
+slow: .venv/tested
+	$(BIN)/python -m pytest -q -m slow
 
 install: .venv/python
 	$(PIP) --editable '.[test,dev,oracle,training]'
