@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define FINBACK_ABI 3
+#define FINBACK_ABI 4
 #define FINBACK_API __attribute__((visibility("default")))
 
 /* The number of this interface; the caller refuses a library with another one. */
@@ -113,5 +113,10 @@ typedef struct {
 /* logits (T, E), bias (E) or NULL, ids (T, k) best first, weights (T, k). */
 FINBACK_API void finback_route(const float *logits, const float *bias, const finback_router *r,
                                int64_t tokens, int64_t *ids, float *weights);
+
+/* --- measuring -------------------------------------------------------------------------------------- */
+
+/* Read memory once, with all threads; `largest` gets a value that depends on it. */
+FINBACK_API void finback_read_memory(const void *data, int64_t bytes, float *largest);
 
 #endif

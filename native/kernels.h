@@ -45,7 +45,8 @@
   K(route,                                                                                         \
     (const float *logits, const float *bias, const finback_router *r, int64_t tokens,              \
      int64_t *ids, float *weights),                                                                \
-    (logits, bias, r, tokens, ids, weights))
+    (logits, bias, r, tokens, ids, weights))                                                       \
+  K(read_memory, (const void *data, int64_t bytes, float *largest), (data, bytes, largest))
 
 #define DECLARE_BASE(name, parameters, arguments) void name##_base parameters;
 #define DECLARE_AVX2(name, parameters, arguments) void name##_avx2 parameters;

@@ -15,7 +15,7 @@ from finback.config import Activations
 from finback.errors import UsageError
 from finback.kernels.ops import ACTIVATION_BITS, Activation, Ids, RouterRule
 
-ABI = 3
+ABI = 4
 ISAS = ("base", "avx2", "avx512", "neon")
 LIBRARY_NAMES = ("libfinback.so", "libfinback.dylib")
 FORMATS = {"f32": 0, "bf16": 1, "f16": 2, "mxfp4": 3}
@@ -67,6 +67,7 @@ _ARGUMENTS = {
     "short_conv": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "delta_rule": (c_void_p,) * 6 + (c_int64,) * 3 + (c_void_p,),
     "latent_attention": (c_void_p,) * 7,
+    "read_memory": (c_void_p, c_int64, c_void_p),
     "route": (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p),
 }
 
@@ -105,6 +106,18 @@ def instruction_sets() -> tuple[str, ...]:
     found = [name for name in ISAS if loaded.finback_set_isa(name.encode())]
     loaded.finback_set_isa(best)
     return tuple(found)
+
+
+def read_memory(data: npt.NDArray[np.uint8]) -> None:
+    """Read an array once with all threads, to measure how fast that goes.
+
+    Raises:
+        UsageError: There is no library.
+    """
+    loaded = library()
+    if loaded is None:
+        raise UsageError("the native library was not built; install a C compiler and reinstall")
+    loaded.finback_read_memory(data.ctypes.data, data.nbytes, byref(c_float()))
 
 
 def available_threads() -> int:
