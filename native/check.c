@@ -48,7 +48,21 @@ static double element(const finback_weight *w, int64_t r, int64_t c) {
     double size = exponent ? ldexp(1024 + fraction, exponent - 25) : ldexp(fraction, -24);
     return h & 0x8000 ? -size : size;
   }
+  if (w->format == FINBACK_INT8)
+    return ((const int8_t *)w->data)[at] * (double)((const float *)w->scale)[r];
+  if (w->format == FINBACK_FP8) {
+    int byte = ((const uint8_t *)w->data)[at], exponent = byte >> 3 & 15, fraction = byte & 7;
+    double size = exponent ? ldexp(8 + fraction, exponent - 10) : ldexp(fraction, -9);
+    size *= ((const float *)w->scale)[r / 128 * ((w->cols + 127) / 128) + c / 128];
+    return byte & 0x80 ? -size : size;
+  }
   int code = ((const uint8_t *)w->data)[at / 2] >> (c & 1 ? 4 : 0) & 15;
+  if (w->format == FINBACK_INT4) {
+    uint32_t bits = (uint32_t)((const uint16_t *)w->scale)[r * (w->cols / 32) + c / 32] << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return (code - 8) * (double)value;
+  }
   int scale = ((const uint8_t *)w->scale)[r * (w->cols / 32) + c / 32];
   double size = ldexp(E2M1[code & 7], scale - 127);
   return code & 8 ? -size : size;
@@ -56,25 +70,30 @@ static double element(const finback_weight *w, int64_t r, int64_t c) {
 
 static finback_weight weight(int format, int64_t rows, int64_t cols) {
   const int64_t count = rows * cols;
-  uint8_t *data = malloc((size_t)count * 4), *scale = malloc((size_t)count / 32 + 1);
+  uint8_t *data = malloc((size_t)count * 4), *scale = malloc((size_t)(count + rows) * 4);
+  for (int64_t i = 0; i < count + rows; i++) ((float *)scale)[i] = uniform();
   for (int64_t i = 0; i < count; i++) {
     if (format == FINBACK_F32) ((float *)data)[i] = uniform();
     if (format == FINBACK_BF16) ((uint16_t *)data)[i] = (uint16_t)(0x3f00 ^ (draw() & 0x81ff));
     if (format == FINBACK_F16) ((uint16_t *)data)[i] = (uint16_t)(draw() & 0xbbff);
-    if (format == FINBACK_MXFP4) data[i / 2] = (uint8_t)draw();
+    if (format == FINBACK_MXFP4 || format == FINBACK_INT4) data[i / 2] = (uint8_t)draw();
+    if (format == FINBACK_INT8) data[i] = (uint8_t)draw();
+    if (format == FINBACK_FP8) data[i] = (uint8_t)(draw() % 127 + (draw() & 0x80));
+    if (format == FINBACK_INT4) ((uint16_t *)scale)[i / 32] = (uint16_t)(0x3c00 ^ (draw() & 0x81ff));
     if (format == FINBACK_MXFP4) scale[i / 32] = (uint8_t)(118 + draw() % 16);
   }
   return (finback_weight){format, rows, cols, data, scale};
 }
 
 static void check_products(void) {
-  const int64_t shapes[][2] = {{1, 32}, {5, 96}, {37, 160}, {18, 1024}, {3, 7}, {9, 45}};
+  const int64_t shapes[][2] = {{1, 32}, {5, 96}, {130, 160}, {18, 1024}, {3, 7}, {9, 45}};
   enum { TOKENS = 19 };
-  for (int format = 0; format < 4; format++)
+  for (int format = 0; format < 7; format++)
     for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
       for (int bits = 0; bits <= 16; bits += 8) {
         const int64_t rows = shapes[s][0], cols = shapes[s][1];
-        if ((format == FINBACK_MXFP4 && cols % 32) || (format != FINBACK_MXFP4 && bits)) continue;
+        if ((format == FINBACK_MXFP4 || format == FINBACK_INT4) && cols % 32) continue;
+        if (format != FINBACK_MXFP4 && bits) continue;
         finback_weight w = weight(format, rows, cols);
         float *x = floats(TOKENS * cols), *y = floats(TOKENS * rows), *one = floats(TOKENS * rows);
         finback_set_threads(1);

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define FINBACK_ABI 4
+#define FINBACK_ABI 5
 #define FINBACK_API __attribute__((visibility("default")))
 
 /* The number of this interface; the caller refuses a library with another one. */
@@ -36,11 +36,14 @@ enum finback_format {
   FINBACK_BF16 = 1,
   FINBACK_F16 = 2,
   FINBACK_MXFP4 = 3, /* data: two codes a byte, even column low; scale: one E8M0 byte per 32 columns */
+  FINBACK_INT8 = 4,  /* scale: one float32 a row */
+  FINBACK_INT4 = 5,  /* data: two codes a byte, even column low, value + 8; scale: bfloat16 per 32 */
+  FINBACK_FP8 = 6,   /* E4M3; scale: one float32 per block of 128 x 128, rounded up at the edges */
 };
 
 typedef struct {
   int32_t format;
-  int64_t rows, cols; /* cols is a multiple of 32 for MXFP4 */
+  int64_t rows, cols; /* cols is a multiple of 32 for MXFP4 and INT4 */
   const void *data;
   const void *scale; /* NULL for plain formats */
 } finback_weight;

@@ -29,27 +29,53 @@ typedef struct {
 
 /* Bytes of one row, and of 32 columns. */
 INLINE int64_t bytes_of(int format, int64_t cols) {
-  return format == FINBACK_F32 ? 4 * cols : format == FINBACK_MXFP4 ? cols / 2 : 2 * cols;
+  return format == FINBACK_F32                               ? 4 * cols
+         : format == FINBACK_BF16 || format == FINBACK_F16   ? 2 * cols
+         : format == FINBACK_MXFP4 || format == FINBACK_INT4 ? cols / 2
+                                                             : cols;
 }
 
-INLINE void widen_block(int format, const uint8_t *data, const uint8_t *scale, vf out[PER]) {
-  if (format == FINBACK_MXFP4) {
-    widen_mxfp4(data, out);
-    vf factor = vf_set(scale_of(*scale)); /* a power of two: the product is exact */
-    for (int i = 0; i < PER; i++) out[i] = out[i] * factor;
-    return;
+/* Two codes a byte: widening gives the even columns first. */
+INLINE int is_packed(int format) { return format == FINBACK_MXFP4 || format == FINBACK_INT4; }
+
+/* What a block of 32 columns is multiplied with. */
+INLINE float factor_of(int format, const finback_weight *w, int64_t row, int64_t block) {
+  const int64_t at = row * (w->cols / BLOCK) + block;
+  if (format == FINBACK_MXFP4) return scale_of(((const uint8_t *)w->scale)[at]);
+  if (format == FINBACK_INT4) {
+    uint32_t bits = (uint32_t)((const uint16_t *)w->scale)[at] << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
   }
-  for (int i = 0; i < PER; i++)
-    out[i] = format == FINBACK_F32    ? vf_load((const float *)data + i * VL)
-             : format == FINBACK_BF16 ? widen_bf16((const uint16_t *)data + i * VL)
-                                      : widen_f16((const uint16_t *)data + i * VL);
+  if (format == FINBACK_FP8)
+    return ((const float *)w->scale)[row / 128 * ((w->cols + 127) / 128) + block * BLOCK / 128];
+  return 1;
+}
+
+/* What a finished sum is multiplied with. */
+INLINE float finish(int format, const finback_weight *w, int64_t row, float sum) {
+  return format == FINBACK_INT8 ? sum * ((const float *)w->scale)[row] : sum;
+}
+
+INLINE void widen_block(int format, const uint8_t *data, float factor, vf out[PER]) {
+  if (format == FINBACK_MXFP4) widen_mxfp4(data, out);
+  if (format == FINBACK_INT4) widen_int4(data, out);
+  for (int i = 0; i < PER; i++) {
+    if (format == FINBACK_F32) out[i] = vf_load((const float *)data + i * VL);
+    if (format == FINBACK_BF16) out[i] = widen_bf16((const uint16_t *)data + i * VL);
+    if (format == FINBACK_F16) out[i] = widen_f16((const uint16_t *)data + i * VL);
+    if (format == FINBACK_INT8) out[i] = widen_int8((const int8_t *)data + i * VL);
+    if (format == FINBACK_FP8) out[i] = widen_fp8(data + i * VL);
+    if (is_packed(format) || format == FINBACK_FP8) out[i] = out[i] * vf_set(factor);
+  }
 }
 
 /* The last block of a row whose columns are no multiple of 32. */
-static void widen_tail(int format, const uint8_t *data, int64_t cols, vf out[PER]) {
+static void widen_tail(int format, const uint8_t *data, int64_t cols, float factor, vf out[PER]) {
   uint8_t block[BLOCK * 4] = {0};
   memcpy(block, data, (size_t)bytes_of(format, cols));
-  widen_block(format, block, NULL, out);
+  widen_block(format, block, factor, out);
 }
 
 /* --- few rows of x ------------------------------------------------------------------------------- */
@@ -59,7 +85,6 @@ INLINE void few(int format, const product *p, int64_t r, int rows, int64_t t, in
   const int64_t cols = p->w->cols, whole = cols / BLOCK, stride = bytes_of(format, cols);
   const int64_t step = bytes_of(format, BLOCK);
   const uint8_t *data = (const uint8_t *)p->w->data + r * stride;
-  const uint8_t *scale = (const uint8_t *)p->w->scale + (format == FINBACK_MXFP4 ? r * whole : 0);
   const float *x = p->x + t * p->padded;
   vf sum[TILE_R][TILE_T];
   for (int i = 0; i < rows; i++)
@@ -68,12 +93,13 @@ INLINE void few(int format, const product *p, int64_t r, int rows, int64_t t, in
     for (int i = 0; i < rows; i++) {
       vf w[PER];
       const uint8_t *at = data + i * stride + b * step;
+      const float factor = factor_of(format, p->w, r + i, b);
       if (b < whole) {
         __builtin_prefetch(at + AHEAD);
         if (step > 64) __builtin_prefetch(at + AHEAD + 64);
-        widen_block(format, at, scale + i * whole + b, w);
+        widen_block(format, at, factor, w);
       } else {
-        widen_tail(format, at, cols - b * BLOCK, w);
+        widen_tail(format, at, cols - b * BLOCK, factor, w);
       }
       for (int k = 0; k < PER; k++)
         for (int j = 0; j < tokens; j++)
@@ -81,12 +107,14 @@ INLINE void few(int format, const product *p, int64_t r, int rows, int64_t t, in
     }
   }
   for (int i = 0; i < rows; i++)
-    for (int j = 0; j < tokens; j++) p->y[(t + j) * p->w->rows + r + i] = vf_sum(sum[i][j]);
+    for (int j = 0; j < tokens; j++)
+      p->y[(t + j) * p->w->rows + r + i] = finish(format, p->w, r + i, vf_sum(sum[i][j]));
 }
 
 /* --- many rows of x ------------------------------------------------------------------------------ */
 
-INLINE void many_tile(const product *p, const float *panel, int64_t r, int rows, int64_t t, int tokens) {
+INLINE void many_tile(int format, const product *p, const float *panel, int64_t r, int rows,
+                      int64_t t, int tokens) {
   const float *x = p->x + t * p->padded;
   vf sum[TILE_R][TILE_T];
   for (int i = 0; i < rows; i++)
@@ -100,7 +128,8 @@ INLINE void many_tile(const product *p, const float *panel, int64_t r, int rows,
     }
   }
   for (int i = 0; i < rows; i++)
-    for (int j = 0; j < tokens; j++) p->y[(t + j) * p->w->rows + r + i] = vf_sum(sum[i][j]);
+    for (int j = 0; j < tokens; j++)
+      p->y[(t + j) * p->w->rows + r + i] = finish(format, p->w, r + i, vf_sum(sum[i][j]));
 }
 
 /* --- tiles --------------------------------------------------------------------------------------- */
@@ -140,21 +169,20 @@ INLINE void rows_of(int format, const product *p, int64_t r, int rows, float *pa
   const int64_t cols = p->w->cols, whole = cols / BLOCK, stride = bytes_of(format, cols);
   for (int i = 0; i < rows; i++) {
     const uint8_t *data = (const uint8_t *)p->w->data + (r + i) * stride;
-    const uint8_t *scale =
-        (const uint8_t *)p->w->scale + (format == FINBACK_MXFP4 ? (r + i) * whole : 0);
     for (int64_t b = 0; b * BLOCK < cols; b++) {
       vf w[PER];
       const uint8_t *at = data + b * bytes_of(format, BLOCK);
+      const float factor = factor_of(format, p->w, r + i, b);
       if (b < whole)
-        widen_block(format, at, scale + b, w);
+        widen_block(format, at, factor, w);
       else
-        widen_tail(format, at, cols - b * BLOCK, w);
+        widen_tail(format, at, cols - b * BLOCK, factor, w);
       for (int k = 0; k < PER; k++) vf_store(panel + i * p->padded + b * BLOCK + k * VL, w[k]);
     }
   }
   for (int64_t t = 0; t < p->tokens; t += TILE_T) {
     int64_t left = p->tokens - t;
-#define CALL(n) many_tile(p, panel, r, rows, t, n)
+#define CALL(n) many_tile(format, p, panel, r, rows, t, n)
     FOR_TOKENS(left, CALL)
 #undef CALL
   }
@@ -175,16 +203,19 @@ static void chunk_f32(void *p, int64_t chunk) { chunk_of(FINBACK_F32, p, chunk);
 static void chunk_bf16(void *p, int64_t chunk) { chunk_of(FINBACK_BF16, p, chunk); }
 static void chunk_f16(void *p, int64_t chunk) { chunk_of(FINBACK_F16, p, chunk); }
 static void chunk_mxfp4(void *p, int64_t chunk) { chunk_of(FINBACK_MXFP4, p, chunk); }
+static void chunk_int8(void *p, int64_t chunk) { chunk_of(FINBACK_INT8, p, chunk); }
+static void chunk_int4(void *p, int64_t chunk) { chunk_of(FINBACK_INT4, p, chunk); }
+static void chunk_fp8(void *p, int64_t chunk) { chunk_of(FINBACK_FP8, p, chunk); }
 
 /* --- entry --------------------------------------------------------------------------------------- */
 
 /* Pad rows of x with zeros, and within each 32 put even columns first where widening does. */
-static float *prepare(const float *x, int64_t tokens, int64_t cols, int64_t padded, int is_packed) {
+static float *prepare(const float *x, int64_t tokens, int64_t cols, int64_t padded, int permute) {
   float *out = finback_alloc((size_t)(tokens * padded) * sizeof(float));
   for (int64_t t = 0; t < tokens; t++) {
     const float *from = x + t * cols;
     float *to = out + t * padded;
-    if (is_packed)
+    if (permute)
       for (int64_t b = 0; b < cols; b += BLOCK)
         for (int i = 0; i < BLOCK / 2; i++) {
           to[b + i] = from[b + 2 * i];
@@ -198,16 +229,17 @@ static float *prepare(const float *x, int64_t tokens, int64_t cols, int64_t padd
 }
 
 void ISA(linear)(const float *x, int64_t tokens, const finback_weight *w, int32_t bits, float *y) {
-  static void (*const chunks[])(void *, int64_t) = {chunk_f32, chunk_bf16, chunk_f16, chunk_mxfp4};
+  static void (*const chunks[])(void *, int64_t) = {
+      chunk_f32, chunk_bf16, chunk_f16, chunk_mxfp4, chunk_int8, chunk_int4, chunk_fp8};
   if (tokens == 0) return; /* a step in which no row is wanted */
   if (bits && w->format == FINBACK_MXFP4) {
     ISA(linear_rounded)(x, tokens, w, bits, y);
     return;
   }
   int64_t padded = (w->cols + BLOCK - 1) / BLOCK * BLOCK;
-  int is_packed = w->format == FINBACK_MXFP4;
+  int permute = is_packed(w->format);
   float *prepared = NULL;
-  if (is_packed || padded != w->cols) prepared = prepare(x, tokens, w->cols, padded, is_packed);
+  if (permute || padded != w->cols) prepared = prepare(x, tokens, w->cols, padded, permute);
   product p = {prepared ? prepared : x, tokens, padded, w, y};
   int64_t count = (w->rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
   if (w->rows * padded * tokens >= WORTH_SHARING)

@@ -11,6 +11,7 @@
  * vf_less(a, b, x, y)  lane by lane: x where a < b, else y
  * widen_*       VL values of a published format, from memory of any alignment
  * widen_mxfp4   32 codes from 16 bytes: first the even columns, then the odd ones
+ * widen_int4    the same for whole numbers stored as value + 8
  *
  * For whole numbers a vector holds GROUPS groups of 32 columns, one in each 128 bits:
  * vi            VL sums of 32 bits
@@ -76,6 +77,22 @@ INLINE void widen_mxfp4(const uint8_t *p, vf out[2]) {
   vf table = _mm512_load_ps(E2M1);
   out[0] = _mm512_permutexvar_ps(v, table); /* looks at the low four bits only */
   out[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4), table);
+}
+INLINE vf widen_int8(const int8_t *p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+INLINE void widen_int4(const uint8_t *p, vf out[2]) {
+  __m512i v = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+  const __m512i mask = _mm512_set1_epi32(15), eight = _mm512_set1_epi32(8);
+  out[0] = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(v, mask), eight));
+  out[1] = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_srli_epi32(v, 4), eight));
+}
+INLINE vf widen_fp8(const uint8_t *p) { /* exponent and fraction moved into place, then rescaled */
+  __m512i v = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+  __m512i size = _mm512_slli_epi32(_mm512_and_si512(v, _mm512_set1_epi32(0x7f)), 20);
+  __m512i sign = _mm512_slli_epi32(_mm512_and_si512(v, _mm512_set1_epi32(0x80)), 24);
+  vf value = _mm512_castsi512_ps(size) * _mm512_set1_ps(0x1p120f);
+  return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(value), sign));
 }
 
 #define GROUPS 4
@@ -169,6 +186,25 @@ INLINE void widen_mxfp4(const uint8_t *p, vf out[4]) {
     out[2 * odd + 1] = _mm256_castsi256_ps(_mm256_slli_epi32(b, 16));
   }
 }
+INLINE vf widen_int8(const int8_t *p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+INLINE void widen_int4(const uint8_t *p, vf out[4]) {
+  __m128i v = _mm_loadu_si128((const __m128i *)p);
+  for (int odd = 0; odd < 2; odd++) {
+    __m128i code = _mm_and_si128(odd ? _mm_srli_epi16(v, 4) : v, _mm_set1_epi8(15));
+    code = _mm_sub_epi8(code, _mm_set1_epi8(8));
+    out[2 * odd] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(code));
+    out[2 * odd + 1] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(code, 8)));
+  }
+}
+INLINE vf widen_fp8(const uint8_t *p) { /* exponent and fraction moved into place, then rescaled */
+  __m256i v = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+  __m256i size = _mm256_slli_epi32(_mm256_and_si256(v, _mm256_set1_epi32(0x7f)), 20);
+  __m256i sign = _mm256_slli_epi32(_mm256_and_si256(v, _mm256_set1_epi32(0x80)), 24);
+  vf value = _mm256_castsi256_ps(size) * _mm256_set1_ps(0x1p120f);
+  return _mm256_or_ps(value, _mm256_castsi256_ps(sign));
+}
 
 #define GROUPS 2
 #define OFFSET_8 12
@@ -253,6 +289,30 @@ INLINE void widen_mxfp4(const uint8_t *p, vf out[8]) {
     out[4 * odd + 2] = vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(b), 16));
     out[4 * odd + 3] = vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(b), 16));
   }
+}
+INLINE vf widen_int8(const int8_t *p) {
+  int32_t four;
+  memcpy(&four, p, 4);
+  int8x8_t v = vreinterpret_s8_s32(vdup_n_s32(four));
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(v))));
+}
+INLINE void widen_int4(const uint8_t *p, vf out[8]) {
+  uint8x16_t v = vld1q_u8(p);
+  for (int odd = 0; odd < 2; odd++) {
+    uint8x16_t code = odd ? vshrq_n_u8(v, 4) : vandq_u8(v, vdupq_n_u8(15));
+    int8_t values[16];
+    vst1q_s8(values, vsubq_s8(vreinterpretq_s8_u8(code), vdupq_n_s8(8)));
+    for (int i = 0; i < 4; i++) out[4 * odd + i] = widen_int8(values + 4 * i);
+  }
+}
+INLINE vf widen_fp8(const uint8_t *p) { /* exponent and fraction moved into place, then rescaled */
+  uint32_t four;
+  memcpy(&four, p, 4);
+  uint32x4_t v = vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
+  uint32x4_t size = vshlq_n_u32(vandq_u32(v, vdupq_n_u32(0x7f)), 20);
+  uint32x4_t sign = vshlq_n_u32(vandq_u32(v, vdupq_n_u32(0x80)), 24);
+  vf value = vmulq_n_f32(vreinterpretq_f32_u32(size), 0x1p120f);
+  return vreinterpretq_f32_u32(vorrq_u32(vreinterpretq_u32_f32(value), sign));
 }
 
 #define GROUPS 1
@@ -360,6 +420,22 @@ INLINE void widen_mxfp4(const uint8_t *p, vf out[8]) {
     out[i] = (vf){E2M1[q[0] & 15], E2M1[q[1] & 15], E2M1[q[2] & 15], E2M1[q[3] & 15]};
     out[4 + i] = (vf){E2M1[q[0] >> 4], E2M1[q[1] >> 4], E2M1[q[2] >> 4], E2M1[q[3] >> 4]};
   }
+}
+INLINE vf widen_int8(const int8_t *p) {
+  return (vf){(float)p[0], (float)p[1], (float)p[2], (float)p[3]};
+}
+INLINE void widen_int4(const uint8_t *p, vf out[8]) {
+  for (int i = 0; i < 16; i++) {
+    out[i / 4][i % 4] = (float)((p[i] & 15) - 8);
+    out[4 + i / 4][i % 4] = (float)((p[i] >> 4) - 8);
+  }
+}
+INLINE float fp8_to_float(uint8_t b) { /* exponent and fraction moved into place, then rescaled */
+  float size = from_bits((uint32_t)(b & 0x7f) << 20) * 0x1p120f;
+  return b & 0x80 ? -size : size;
+}
+INLINE vf widen_fp8(const uint8_t *p) {
+  return (vf){fp8_to_float(p[0]), fp8_to_float(p[1]), fp8_to_float(p[2]), fp8_to_float(p[3])};
 }
 
 #define GROUPS 1

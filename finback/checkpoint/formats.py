@@ -7,10 +7,14 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from finback.checkpoint.safetensors import ITEM_BYTES
+
 Array = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 MXFP4_GROUP = 32
+INT4_GROUP = 32
+FP8_BLOCK = 128
 # E2M1: one sign bit, then this index. Source: OCP Microscaling Formats 1.0, section 5.3.3.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 # Both values of a packed byte; the even column is in the low nibble.
@@ -53,9 +57,8 @@ class Format:
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Count the bytes of all parts."""
-        sizes = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
         return sum(
-            prod(part) * sizes[dtype]
+            prod(part) * ITEM_BYTES[dtype]
             for part, dtype in zip(self.part_shapes(shape), self.dtypes, strict=True)
         )
 
@@ -94,6 +97,44 @@ def _mxfp4(parts: tuple[Bytes, ...], shape: tuple[int, ...]) -> Array:
     return values.reshape(shape)
 
 
+def _int8(parts: tuple[Bytes, ...], shape: tuple[int, ...]) -> Array:
+    """Unpack whole numbers under one float32 scale a row."""
+    scale = parts[1].view(np.float32).reshape(-1, 1)
+    return parts[0].view(np.int8).reshape(shape).astype(np.float32) * scale
+
+
+def _int4(parts: tuple[Bytes, ...], shape: tuple[int, ...]) -> Array:
+    """Unpack value + 8 in each nibble, the even column low, under one bfloat16 scale per 32."""
+    rows, columns = shape
+    codes = parts[0].reshape(rows, columns // 2)
+    values = np.stack([codes & 15, codes >> 4], axis=-1).astype(np.float32) - np.float32(8)
+    scale = _bf16((parts[1],), (rows, columns // INT4_GROUP))
+    out: Array = (values.reshape(rows, -1, INT4_GROUP) * scale[..., None]).reshape(shape)
+    return out
+
+
+def _fp8(parts: tuple[Bytes, ...], shape: tuple[int, ...]) -> Array:
+    """Unpack E4M3 under one float32 scale per block of 128 × 128, cut at the edges."""
+    bits = parts[0].reshape(shape).astype(np.uint32)
+    size = ((bits & 0x7F) << 20).view(np.float32) * np.float32(2.0**120)
+    values = np.where(bits & 0x80, -size, size)
+    rows, columns = _fp8_parts(shape)[1]
+    scale = parts[1].view(np.float32).reshape(rows, columns)
+    wide = np.repeat(np.repeat(scale, FP8_BLOCK, 0), FP8_BLOCK, 1)[: shape[0], : shape[1]]
+    out: Array = values * wide
+    return out
+
+
+def _int4_parts(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    rows, columns = shape
+    return ((rows, columns // 8), (rows, columns // INT4_GROUP))
+
+
+def _fp8_parts(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    rows, columns = shape
+    return (shape, (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)))
+
+
 def _same(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return (shape,)
 
@@ -107,6 +148,11 @@ FORMATS: Mapping[str, Format] = {
     "bf16": Format(("",), ("BF16",), _same, _bf16),
     "f16": Format(("",), ("F16",), _same, _f16),
     "f32": Format(("",), ("F32",), _same, _f32),
+    # A row of whole numbers under one scale: how finback keeps a converted spine.
+    "int8": Format(("", "_scale"), ("I8", "F32"), lambda shape: (shape, shape[:1]), _int8),
+    # compressed-tensors' pack-quantized, symmetric.
+    "int4": Format(("_packed", "_scale"), ("I32", "BF16"), _int4_parts, _int4, 32),
+    "fp8": Format(("", "_scale_inv"), ("F8_E4M3", "F32"), _fp8_parts, _fp8),
     "mxfp4": Format(("_packed", "_scale"), ("U8", "U8"), _mxfp4_parts, _mxfp4, MXFP4_GROUP),
 }
 PLAIN_FORMATS: Mapping[str, str] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}

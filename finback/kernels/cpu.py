@@ -15,10 +15,10 @@ from finback.config import Activations
 from finback.errors import UsageError
 from finback.kernels.ops import ACTIVATION_BITS, Activation, Ids, RouterRule
 
-ABI = 4
+ABI = 5
 ISAS = ("base", "avx2", "avx512", "neon")
 LIBRARY_NAMES = ("libfinback.so", "libfinback.dylib")
-FORMATS = {"f32": 0, "bf16": 1, "f16": 2, "mxfp4": 3}
+FORMATS = {"f32": 0, "bf16": 1, "f16": 2, "mxfp4": 3, "int8": 4, "int4": 5, "fp8": 6}
 KINDS = {"silu": 0, "situ": 1, "bounded situ": 2}
 
 

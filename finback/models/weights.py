@@ -36,7 +36,7 @@ Role = Literal[
 ]
 MAX_SHOWN = 20  # contradictions in one message
 MAX_MISSING = 100_000  # beyond the names there are: then the config belongs to something else
-PACKED_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt.suffixes != ("",))
+PACKED_FORMATS = frozenset(name for name, fmt in FORMATS.items() if fmt.suffixes != ("",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,20 +123,31 @@ def check_tensors(checkpoint: Checkpoint, specs: Iterable[TensorSpec]) -> Tensor
 def _find(
     spec: TensorSpec, names: frozenset[str], headers: Mapping[str, TensorRef] | None
 ) -> Stored | None:
-    found = None
-    if spec.name in names:
-        dtype = headers[spec.name].dtype if headers is not None else spec.dtype
-        found = PLAIN_FORMATS.get(dtype, "f32")
-    elif len(spec.shape) == 2:
-        for name in PACKED_FORMATS:
-            if all(spec.name + suffix in names for suffix in FORMATS[name].suffixes):
-                found = name
-    if found is None:
+    """Tell how a checkpoint stores a tensor: by which names there are, and by their dtypes."""
+    found = [name for name in FORMATS if _is_stored_as(name, spec, names, headers)]
+    if not found and spec.name in names:
+        found = ["f32"]  # of an impossible dtype, which is a contradiction to report
+    if not found:
         return None
-    if headers is None:
-        return Stored(spec, found, FORMATS[found].num_bytes(spec.shape))
-    parts = [spec.name + suffix for suffix in FORMATS[found].suffixes]
-    return Stored(spec, found, sum(headers[part].num_bytes for part in parts))
+    if headers is None:  # no dtypes yet: the published one, or the first packed format of the names
+        plain = PLAIN_FORMATS.get(spec.dtype, "f32")
+        chosen = plain if plain in found else found[-1]
+        return Stored(spec, chosen, FORMATS[chosen].num_bytes(spec.shape))
+    parts = [spec.name + suffix for suffix in FORMATS[found[0]].suffixes]
+    return Stored(spec, found[0], sum(headers[part].num_bytes for part in parts))
+
+
+def _is_stored_as(
+    name: str, spec: TensorSpec, names: frozenset[str], headers: Mapping[str, TensorRef] | None
+) -> bool:
+    fmt = FORMATS[name]
+    parts = [spec.name + suffix for suffix in fmt.suffixes]
+    if not all(part in names for part in parts) or (
+        name in PACKED_FORMATS and len(spec.shape) != 2
+    ):
+        return False
+    pairs = zip(parts, fmt.dtypes, strict=True)
+    return headers is None or all(headers[part].dtype == dtype for part, dtype in pairs)
 
 
 def _contradictions(stored: Stored, headers: Mapping[str, TensorRef]) -> Iterator[str]:

@@ -49,3 +49,51 @@ def test_plain_floats(name: str, dtype: type) -> None:
 def test_bytes_of_one_k3_expert() -> None:
     size = FORMATS["mxfp4"].num_bytes
     assert 2 * size((3072, 3584)) + size((3584, 3072)) == 17_547_264
+
+
+def test_fp8_every_code_under_its_block_scale() -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    rows, columns = 130, 256
+    scales = np.array([[1.0, 2.0], [0.5, -3.0]], np.float32)
+    parts = (np.tile(codes, rows), scales.reshape(-1).view(np.uint8))
+    got = unpack(Weight("fp8", (rows, columns), parts))
+    for code in range(256):
+        exponent, fraction = code >> 3 & 15, code & 7
+        size = (8 + fraction) * 2.0 ** (exponent - 10) if exponent else fraction * 2.0**-9
+        value = -size if code & 0x80 else size
+        for row in (0, 127, 128, 129):
+            assert got[row, code] == value * scales[row // 128, code // 128]
+
+
+def test_int4_is_value_plus_eight_low_nibble_first() -> None:
+    codes = np.arange(256, dtype=np.uint8)[:32]
+    scales = np.array([0x3F80, 0x4000], np.uint16)  # 1 and 2 in bfloat16
+    got = unpack(Weight("int4", (1, 64), (codes, scales.view(np.uint8))))[0]
+    nibbles = [n for byte in codes.tolist() for n in (byte & 15, byte >> 4)]
+    expected = [(n - 8) * (1.0 if c < 32 else 2.0) for c, n in enumerate(nibbles)]
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_int8_has_one_scale_a_row() -> None:
+    whole = np.array([[-128, 0, 127], [1, 2, 3]], np.int8)
+    scales = np.array([0.5, 4.0], np.float32)
+    parts = (whole.reshape(-1).view(np.uint8), scales.view(np.uint8))
+    got = unpack(Weight("int8", (2, 3), parts))
+    np.testing.assert_array_equal(got, [[-64, 0, 63.5], [4, 8, 12]])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parts_have_the_bytes_a_format_says(name: str) -> None:
+    fmt = FORMATS[name]
+    shapes = fmt.part_shapes((256, 384))
+    assert len(shapes) == len(fmt.suffixes) == len(fmt.dtypes)
+    per_weight = {
+        "f32": 4,
+        "bf16": 2,
+        "f16": 2,
+        "int8": 1,
+        "fp8": 1,
+        "int4": 0.5625,
+        "mxfp4": 0.53125,
+    }
+    assert fmt.num_bytes((256, 384)) == pytest.approx(256 * 384 * per_weight[name], rel=0.011)

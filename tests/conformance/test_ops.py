@@ -42,9 +42,10 @@ def test_linear_and_embed(ops: Ops) -> None:
     np.testing.assert_array_equal(ops.embed(np.array([6, 0, 6]), weight(w)), w[[6, 0, 6]])
 
 
-FORMATS = ("f32", "bf16", "f16", "mxfp4")
+FORMATS = ("f32", "bf16", "f16", "mxfp4", "int8", "int4", "fp8")
+BY_32 = ("mxfp4", "int4")  # formats whose columns come in groups
 # Rows and columns on and off the borders of tiles and blocks.
-SHAPES = [(1, 32), (3, 64), (4, 96), (5, 160), (16, 32), (17, 1024), (70, 288)]
+SHAPES = [(1, 32), (3, 64), (4, 96), (5, 160), (16, 32), (17, 1024), (70, 288), (130, 160)]
 ODD_SHAPES = [(2, 1), (7, 31), (9, 33), (33, 100)]
 
 
@@ -54,6 +55,18 @@ def packed(fmt: str, rows: int, columns: int) -> Weight:
         codes = rng.integers(0, 256, rows * columns // 2, np.uint8)
         scales = rng.integers(100, 140, rows * columns // 32).astype(np.uint8)
         return Weight(fmt, (rows, columns), (codes, scales))
+    if fmt == "int4":
+        codes = rng.integers(0, 256, rows * columns // 2, np.uint8)
+        scales = (normal(rows * columns // 32).view(np.uint32) >> 16).astype(np.uint16)
+        return Weight(fmt, (rows, columns), (codes, scales.view(np.uint8)))
+    if fmt == "int8":
+        whole = rng.integers(-128, 128, rows * columns).astype(np.int8)
+        return Weight(fmt, (rows, columns), (whole.view(np.uint8), normal(rows).view(np.uint8)))
+    if fmt == "fp8":
+        codes = rng.integers(0, 256, rows * columns).astype(np.uint8)
+        codes[codes & 0x7F == 0x7F] = 0  # no number
+        blocks = -(-rows // 128) * -(-columns // 128)
+        return Weight(fmt, (rows, columns), (codes, normal(blocks).view(np.uint8)))
     values = normal(rows, columns)
     if fmt == "bf16":
         raw = (values.view(np.uint32) >> 16).astype(np.uint16)
@@ -64,7 +77,7 @@ def packed(fmt: str, rows: int, columns: int) -> Weight:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_products_of_every_format_against_float64(ops: Ops, fmt: str) -> None:
-    for rows, columns in SHAPES + (ODD_SHAPES if fmt != "mxfp4" else []):
+    for rows, columns in SHAPES + (ODD_SHAPES if fmt not in BY_32 else []):
         w, x = packed(fmt, rows, columns), normal(9, columns)
         wide = unpack(w).astype(np.float64)
         error = np.abs(ops.linear(x, ops.resident(w)) - x.astype(np.float64) @ wide.T)
