@@ -6,23 +6,24 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := @$(BIN)/python -m pip install --quiet --disable-pip-version-check
 PACKAGE := pyproject.toml CMakeLists.txt $(wildcard native/*)
 
 .PHONY: demo test slow install check docs native clean
 
 demo: .venv/installed
-	$(BIN)/finback run --raw --seed 7 --max-tokens 160 "Once upon a time there was a little"
+	@$(BIN)/finback run --raw --seed 7 --max-tokens 160 "Once upon a time there was a little"
 
 test: .venv/tested
-	$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q
 
 slow: .venv/tested
-	$(BIN)/python -m pytest -q -m slow
+	@$(BIN)/python -m pytest -q -m slow
 
 install: .venv/python
+	@echo "Installing finback with every extra into .venv"
 	$(PIP) --editable '.[test,dev,oracle,training]'
-	touch .venv/installed .venv/tested
+	@touch .venv/installed .venv/tested
 
 check: .venv/python
 	$(PIP) --editable '.[test,dev]'
@@ -32,7 +33,7 @@ check: .venv/python
 	$(BIN)/lint-imports --no-cache
 
 docs: .venv/installed
-	$(BIN)/typer finback.cli.main utils docs --name finback --title "The finback command" --output docs/cli.md
+	@$(BIN)/typer finback.cli.main utils docs --name finback --title "The finback command" --output docs/cli.md
 
 native: .venv/python
 	$(PIP) --editable .
@@ -41,14 +42,16 @@ clean:
 	rm -rf .venv build
 
 .venv/python:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "finback needs Python 3.11 or newer")'
-	$(PYTHON) -m venv .venv
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "finback needs Python 3.11 or newer")'
+	@$(PYTHON) -m venv .venv
+	@touch $@
 
 .venv/installed: .venv/python $(PACKAGE)
+	@echo "Installing finback into .venv"
 	$(PIP) --editable .
-	touch $@
+	@touch $@
 
 .venv/tested: .venv/python $(PACKAGE)
+	@echo "Installing finback and its tests into .venv"
 	$(PIP) --editable '.[test]'
-	touch $@ .venv/installed
+	@touch $@ .venv/installed
