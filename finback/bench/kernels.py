@@ -88,25 +88,26 @@ def measure_kernels(
         progress(f"{threads} threads: NumPy")
         sgemm = _sgemm(threads, row_counts, rounds)
         reads: list[float] = []
+        times: dict[tuple[str, Activations, int], list[float]] = {}
         for rows in row_counts:
             progress(f"{threads} threads: {rows} rows")
-            times: dict[tuple[str, Activations], list[float]] = {p: [] for p in PRODUCTS}
             for _ in range(rounds):
                 reads.append(_read_rate(weights["mxfp4"], threads))
                 for fmt, activations in PRODUCTS:
                     chosen = weights[fmt] if rows <= FEW else weights[fmt][:2]
                     cpu = Cpu(threads, activations=activations)
-                    times[fmt, activations].append(_seconds(cpu, chosen, rows))
-            memory = statistics.median(reads)
-            for (fmt, activations), taken in times.items():
-                seconds = statistics.median(taken)
-                gbps = FORMATS[fmt].num_bytes((ROWS, COLUMNS)) / seconds / 1e9
-                gflops = 2 * ROWS * COLUMNS * rows / seconds / 1e9
-                share = (gbps / memory, gflops / sgemm[str(rows)])
-                row = KernelRow("linear", fmt, activations, rows, threads, gbps, gflops, *share)
-                report.rows.append(row)
-        report.memory_read_gbps[str(threads)] = statistics.median(reads)
+                    taken = _seconds(cpu, chosen, rows)
+                    times.setdefault((fmt, activations, rows), []).append(taken)
+        memory = statistics.median(reads)
+        report.memory_read_gbps[str(threads)] = memory
         report.sgemm_gflops[str(threads)] = sgemm
+        for (fmt, activations, rows), all_taken in times.items():
+            seconds = statistics.median(all_taken)
+            gbps = FORMATS[fmt].num_bytes((ROWS, COLUMNS)) / seconds / 1e9
+            gflops = 2 * ROWS * COLUMNS * rows / seconds / 1e9
+            share = (gbps / memory, gflops / sgemm[str(rows)])
+            row = KernelRow("linear", fmt, activations, rows, threads, gbps, gflops, *share)
+            report.rows.append(row)
     return report
 
 

@@ -39,6 +39,12 @@ def talk(text: str, end: str = "\n") -> None:
         print(text, end=end, file=sys.stderr, flush=True)
 
 
+def echo(prompt: str) -> None:
+    """Show a prompt in front of what continues it, where both go to a terminal."""
+    if sys.stderr.isatty() and sys.stdout.isatty():
+        talk(dim(printable(prompt)), end="")
+
+
 def printable(text: str) -> str:
     """Escape control characters other than newline and tab, and lone surrogates."""
     if text.isprintable():

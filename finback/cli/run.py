@@ -104,6 +104,8 @@ def run(
     with LLM(model, threads=threads, activations=activations) as llm:
         as_chat = chat if chat is not None else llm.chat_format is not None
         answer = Answer(llm, _messages(text, system) if as_chat else text, think, sampling)
+        if not as_chat and not as_json and not quiet:
+            output.echo(text)
         for piece in answer:
             if not as_json:
                 answer.show(piece, quiet)
