@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define FINBACK_ABI 5
+#define FINBACK_ABI 6
 #define FINBACK_API __attribute__((visibility("default")))
 
 /* The number of this interface; the caller refuses a library with another one. */
@@ -60,10 +60,16 @@ typedef struct {
   float beta, linear;
 } finback_activation;
 
-/* y = w2 · glu(w1 · x, w3 · x); x and y are (T, w1.cols). */
-FINBACK_API void finback_expert(const float *x, int64_t tokens, const finback_weight *w1,
-                                const finback_weight *w2, const finback_weight *w3,
-                                const finback_activation *a, int32_t bits, float *y);
+/* Experts by number, three weights each: w1, w2, w3. ids is (T, k), parts (T, k, w1.cols).
+ * Where ids names one of them, its w2 · glu(w1 · x, w3 · x) is written to parts; the rest stays. */
+FINBACK_API void finback_experts(const float *x, int64_t tokens, const int64_t *ids, int64_t top_k,
+                                 const int64_t *numbers, const finback_weight *const *weights,
+                                 int64_t count, const finback_activation *a, int32_t bits,
+                                 float *parts);
+
+/* y = Σ_i shares[t][i] · parts[t][i], in the order of i. */
+FINBACK_API void finback_combine(const float *parts, const float *shares, int64_t tokens,
+                                 int64_t top_k, int64_t width, float *y);
 
 /* --- row by row ----------------------------------------------------------------------------------- */
 

@@ -8,10 +8,15 @@
 #define EACH_KERNEL(K)                                                                             \
   K(linear, (const float *x, int64_t tokens, const finback_weight *w, int32_t bits, float *y),      \
     (x, tokens, w, bits, y))                                                                       \
-  K(expert,                                                                                        \
-    (const float *x, int64_t tokens, const finback_weight *w1, const finback_weight *w2,           \
-     const finback_weight *w3, const finback_activation *a, int32_t bits, float *y),               \
-    (x, tokens, w1, w2, w3, a, bits, y))                                                           \
+  K(experts,                                                                                       \
+    (const float *x, int64_t tokens, const int64_t *ids, int64_t top_k, const int64_t *numbers,    \
+     const finback_weight *const *weights, int64_t count, const finback_activation *a,             \
+     int32_t bits, float *parts),                                                                  \
+    (x, tokens, ids, top_k, numbers, weights, count, a, bits, parts))                              \
+  K(combine,                                                                                       \
+    (const float *parts, const float *shares, int64_t tokens, int64_t top_k, int64_t width,        \
+     float *y),                                                                                    \
+    (parts, shares, tokens, top_k, width, y))                                                      \
   K(rms_norm, (const float *x, const float *w, float eps, int64_t rows, int64_t width, float *y),  \
     (x, w, eps, rows, width, y))                                                                   \
   K(unit, (const float *x, float scale, int64_t rows, int64_t width, float *y),                    \

@@ -248,16 +248,3 @@ void ISA(linear)(const float *x, int64_t tokens, const finback_weight *w, int32_
     for (int64_t chunk = 0; chunk < count; chunk++) chunks[w->format](&p, chunk);
   free(prepared);
 }
-
-/* y = w2 · glu(w1 · x, w3 · x) */
-void ISA(expert)(const float *x, int64_t tokens, const finback_weight *w1, const finback_weight *w2,
-                 const finback_weight *w3, const finback_activation *a, int32_t bits, float *y) {
-  if (tokens == 0) return;
-  float *gate = finback_alloc((size_t)(2 * tokens * w1->rows) * sizeof(float));
-  float *up = gate + tokens * w1->rows;
-  ISA(linear)(x, tokens, w1, bits, gate);
-  ISA(linear)(x, tokens, w3, bits, up);
-  ISA(glu)(gate, up, a, tokens, w1->rows, gate);
-  ISA(linear)(gate, tokens, w2, bits, y);
-  free(gate);
-}

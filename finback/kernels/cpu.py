@@ -2,7 +2,17 @@
 
 import ctypes
 import os
-from ctypes import Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import (
+    Structure,
+    addressof,
+    byref,
+    c_char,
+    c_char_p,
+    c_float,
+    c_int32,
+    c_int64,
+    c_void_p,
+)
 from functools import cache
 from pathlib import Path
 
@@ -13,9 +23,9 @@ import finback.kernels
 from finback.checkpoint.formats import Array, Weight, unpack
 from finback.config import Activations
 from finback.errors import UsageError
-from finback.kernels.ops import ACTIVATION_BITS, Activation, Ids, RouterRule
+from finback.kernels.ops import ACTIVATION_BITS, Activation, Experts, Ids, RouterRule
 
-ABI = 5
+ABI = 6
 ISAS = ("base", "avx2", "avx512", "neon")
 LIBRARY_NAMES = ("libfinback.so", "libfinback.dylib")
 FORMATS = {"f32": 0, "bf16": 1, "f16": 2, "mxfp4": 3, "int8": 4, "int4": 5, "fp8": 6}
@@ -57,7 +67,9 @@ class _Router(Structure):
 
 _ARGUMENTS = {
     "linear": (c_void_p, c_int64, c_void_p, c_int32, c_void_p),
-    "expert": (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_void_p),
+    "experts": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p)
+    + (c_int32, c_void_p),
+    "combine": (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "rms_norm": (c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p),
     "unit": (c_void_p, c_float, c_int64, c_int64, c_void_p),
     "mix": (c_void_p, c_int64, c_void_p, c_float, c_int64, c_int64, c_void_p),
@@ -140,6 +152,9 @@ def _pointer(name: str, array: Array, shape: tuple[int, ...]) -> int:
         raise ValueError(
             f"{name} must be contiguous float32 {shape}, not {array.dtype} {array.shape}"
         )
+    if array.flags.writeable and array.size:
+        # Twice as fast as .ctypes.data; arrays are buffers, which their stubs do not say.
+        return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
     return array.ctypes.data
 
 
@@ -182,7 +197,7 @@ class Cpu:
         rows, cols = weight.shape
         y = np.empty((len(x), rows), np.float32)
         self._lib.finback_linear(
-            _pointer("x", x, (len(x), cols)), len(x), _native(weight), self._bits, y.ctypes.data
+            _pointer("x", x, (len(x), cols)), len(x), _described(weight), self._bits, y.ctypes.data
         )
         return y
 
@@ -237,18 +252,43 @@ class Cpu:
         )
         return y
 
-    def expert(self, x: Array, w1: Weight, w2: Weight, w3: Weight, activation: Activation) -> Array:
-        """See `Ops.expert`."""
-        y = np.empty((len(x), w2.shape[0]), np.float32)
-        self._lib.finback_expert(
-            _pointer("x", x, (len(x), w1.shape[1])),
-            len(x),
-            _native(w1),
-            _native(w2),
-            _native(w3),
+    def experts(
+        self, x: Array, ids: Ids, experts: Experts, activation: Activation, parts: Array
+    ) -> None:
+        """See `Ops.experts`."""
+        tokens, top_k = ids.shape
+        if ids.dtype != np.int64 or not ids.flags.c_contiguous:
+            raise ValueError(f"ids must be contiguous int64, not {ids.dtype}")
+        width = x.shape[1]
+        addresses = [
+            _described(w[name], width if name != "w2" else None)
+            for w in experts.values()
+            for name in ("w1", "w2", "w3")
+        ]
+        self._lib.finback_experts(
+            _pointer("x", x, (tokens, width)),
+            tokens,
+            ids.ctypes.data,
+            top_k,
+            (c_int64 * len(experts))(*experts),
+            (c_void_p * len(addresses))(*addresses),
+            len(experts),
             byref(_activation(activation)),
             self._bits,
-            y.ctypes.data,
+            _pointer("parts", parts, (tokens, top_k, width)),
+        )
+
+    def combine(self, parts: Array, shares: Array) -> Array:
+        """See `Ops.combine`."""
+        tokens, top_k, width = parts.shape
+        y = np.empty((tokens, width), np.float32)
+        self._lib.finback_combine(
+            _pointer("parts", parts, parts.shape),
+            _pointer("shares", shares, (tokens, top_k)),
+            tokens,
+            top_k,
+            width,
+            _pointer("y", y, y.shape),
         )
         return y
 
@@ -369,16 +409,22 @@ class Cpu:
         return y
 
 
-def _native(weight: Weight) -> object:
-    """Describe a weight for the library, once; the description lives and dies with the weight."""
+def _described(weight: Weight, columns: int | None = None) -> int:
+    """Describe a weight for the library, once, and give the address of that.
+
+    The description lives and dies with the weight. With `columns`, refuse another width.
+    """
+    if columns is not None and weight.shape[1] != columns:
+        raise ValueError(f"a weight must have {columns} columns, not {weight.shape}")
     found = weight.derived.get("cpu")
     if found is None:
         rows, cols = weight.shape
         parts: list[npt.NDArray[np.uint8]] = list(weight.parts)
         scale = parts[1].ctypes.data if len(parts) > 1 else None
-        described = _Weight(FORMATS[weight.format], rows, cols, parts[0].ctypes.data, scale)
-        found = weight.derived["cpu"] = byref(described)
-    return found
+        found = _Weight(FORMATS[weight.format], rows, cols, parts[0].ctypes.data, scale)
+        weight.derived["cpu"] = found
+    assert isinstance(found, _Weight)
+    return addressof(found)
 
 
 @cache

@@ -42,6 +42,8 @@ class RouterRule:
     top_groups: int = 1
 
 
+Experts = Mapping[int, Mapping[str, Weight]]  # by number: w1 gate, w2 down, w3 up
+
 # How rows are rounded before a product with quantised weights; 0 leaves them float32.
 ACTIVATION_BITS: Mapping[Activations, int] = {"float32": 0, "int16": 16, "int8": 8}
 ACTIVATION_GROUP = 32  # columns under one scale
@@ -77,8 +79,18 @@ class Ops(Protocol):
         """Join a gated pair element by element: (T, N), (T, N) -> (T, N)."""
         ...
 
-    def expert(self, x: Array, w1: Weight, w2: Weight, w3: Weight, activation: Activation) -> Array:
-        """Run one expert: x (T, D) -> w2·glu(w1·x, w3·x) (T, D)."""
+    def experts(
+        self, x: Array, ids: Ids, experts: Experts, activation: Activation, parts: Array
+    ) -> None:
+        """Run experts for the rows that chose them: w2·glu(w1·x, w3·x).
+
+        x (T, D), ids (T, k); where an id is among `experts`, its result is written to parts
+        (T, k, D), the rest is left as it is.
+        """
+        ...
+
+    def combine(self, parts: Array, shares: Array) -> Array:
+        """Sum parts (T, k, D) with shares (T, k), in the order of k: -> (T, D)."""
         ...
 
     def route(self, logits: Array, bias: Array | None, rule: RouterRule) -> tuple[Ids, Array]:

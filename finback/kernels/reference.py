@@ -12,6 +12,7 @@ from finback.kernels.ops import (
     ACTIVATION_BITS,
     ACTIVATION_GROUP,
     Activation,
+    Experts,
     Ids,
     RouterRule,
 )
@@ -72,9 +73,22 @@ class Reference:
         out *= up
         return out
 
-    def expert(self, x: Array, w1: Weight, w2: Weight, w3: Weight, activation: Activation) -> Array:
-        """See `Ops.expert`."""
-        return self.linear(self.glu(self.linear(x, w1), self.linear(x, w3), activation), w2)
+    def experts(
+        self, x: Array, ids: Ids, experts: Experts, activation: Activation, parts: Array
+    ) -> None:
+        """See `Ops.experts`."""
+        for number, w in experts.items():
+            rows, places = np.nonzero(ids == number)
+            z = x[rows]
+            inner = self.glu(self.linear(z, w["w1"]), self.linear(z, w["w3"]), activation)
+            parts[rows, places] = self.linear(inner, w["w2"])
+
+    def combine(self, parts: Array, shares: Array) -> Array:
+        """See `Ops.combine`."""
+        out: Array = shares[:, 0, None] * parts[:, 0]
+        for place in range(1, shares.shape[1]):
+            out += shares[:, place, None] * parts[:, place]
+        return out
 
     def route(self, logits: Array, bias: Array | None, rule: RouterRule) -> tuple[Ids, Array]:
         """See `Ops.route`. Source: DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2."""

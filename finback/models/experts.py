@@ -164,14 +164,5 @@ class Moe:
         # Sorted so that experts lying side by side in a file are read one after the other.
         union = np.unique(ids).tolist()
         with self._experts.lease(self.layer, union) as lease:
-            for expert in union:
-                rows, places = np.nonzero(ids == expert)
-                w = lease[expert]
-                parts[rows, places] = self._ops.expert(
-                    z[rows], w["w1"], w["w2"], w["w3"], self.shape.activation
-                )
-        # Summed in the router's order, whatever order the experts were computed in.
-        out = shares[:, 0, None] * parts[:, 0]
-        for place in range(1, ids.shape[1]):
-            out += shares[:, place, None] * parts[:, place]
-        return out
+            self._ops.experts(z, ids, lease, self.shape.activation, parts)
+        return self._ops.combine(parts, shares)

@@ -164,7 +164,9 @@ def test_no_rows_are_no_work(ops: Ops) -> None:
         assert ops.linear(none, w).shape == (0, 5)
     w = ops.resident(packed("f32", 32, 32))
     act = Activation("situ", 4.0, 25.0)
-    assert ops.expert(none, w, w, w, act).shape == (0, 32)
+    parts = np.empty((0, 2, 32), np.float32)
+    ops.experts(none, np.empty((0, 2), np.int64), {1: {"w1": w, "w2": w, "w3": w}}, act, parts)
+    assert ops.combine(parts, np.empty((0, 2), np.float32)).shape == (0, 32)
     assert ops.mix([none, none], normal(32), 1e-5).shape == (0, 32)
     assert ops.rms_norm(none, normal(32), 1e-5).shape == (0, 32)
     assert ops.route(none, None, rule())[0].shape == (0, 2)
@@ -222,13 +224,23 @@ def test_sigmoid_does_not_overflow(ops: Ops, far: float) -> None:
     assert got[1] == 0.5
 
 
-def test_expert_is_down_of_gated_pair(ops: Ops) -> None:
-    x, w1, w3, w2 = normal(3, 4), normal(5, 4), normal(5, 4), normal(4, 5)
+def test_experts_compute_the_rows_that_chose_them(ops: Ops) -> None:
     act = Activation("silu")
-    close(
-        ops.expert(x, weight(w1), weight(w2), weight(w3), act),
-        ops.glu(x @ w1.T, x @ w3.T, act) @ w2.T,
-    )
+    shapes = {"w1": (5, 32), "w2": (32, 5), "w3": (5, 32)}
+    experts = {e: {n: weight(normal(*shape)) for n, shape in shapes.items()} for e in (7, 2)}
+    x, ids = normal(4, 32), np.array([[7, 2], [2, 9], [9, 8], [7, 2]])
+    parts = np.full((4, 2, 32), np.float32(-3))
+    ops.experts(x, ids, experts, act, parts)
+    for t in range(4):
+        for place in range(2):
+            w = experts.get(int(ids[t, place]))
+            if w is None:
+                assert (parts[t, place] == -3).all()
+                continue
+            w1, w2, w3 = (unpack(w[n]) for n in ("w1", "w2", "w3"))
+            close(parts[t, place], ops.glu(x[t, None] @ w1.T, x[t, None] @ w3.T, act)[0] @ w2.T)
+    shares = normal(4, 2)
+    close(ops.combine(parts, shares), (shares[:, :, None] * parts).sum(1))
 
 
 def test_short_conv_continues_over_borders(ops: Ops) -> None:

@@ -1,10 +1,14 @@
 """A pick depends on logits, seed and position, and follows the distribution asked for."""
 
+import math
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from finback.config import SamplingParams
-from finback.engine.sampler import pick
+from finback.engine.sampler import _uniform, pick
 from finback.errors import DamagedFile, RequestError
 
 LOGITS = np.log(np.array([0.5, 0.25, 0.15, 0.07, 0.03], np.float32))
@@ -35,6 +39,46 @@ def test_temperature_zero_takes_the_likeliest_and_the_lower_of_two() -> None:
 )
 def test_the_shares_are_those_asked_for(options: dict[str, float], expected: list[float]) -> None:
     np.testing.assert_allclose(frequencies(LOGITS, **options), expected, atol=0.025)
+
+
+def plainly(logits: np.ndarray, sampling: SamplingParams, seed: int, position: int) -> int:
+    """Pick with the whole vocabulary sorted, filter after filter."""
+    ids = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    top = float(logits.max())
+    shares = [math.exp((float(logits[i]) - top) / sampling.temperature) for i in ids]
+    if sampling.top_k:
+        shares = shares[: sampling.top_k]
+    total, kept = sum(shares), []
+    for share in shares:
+        if (sum(kept) >= sampling.top_p * total and sampling.top_p < 1) or share < sampling.min_p:
+            break
+        kept.append(share)
+    drawn = _uniform(seed, position) * sum(kept)
+    for i, share in zip(ids, kept, strict=False):
+        drawn -= share
+        if drawn < 0:
+            return i
+    return ids[len(kept) - 1]
+
+
+@given(
+    size=st.integers(1, 3000),
+    spread=st.floats(0.01, 8),
+    seed=st.integers(0, 2**64 - 1),
+    temperature=st.floats(0.2, 3),
+    top_k=st.integers(0, 700),
+    top_p=st.floats(0.05, 0.999) | st.just(1.0),
+    min_p=st.floats(0, 0.2) | st.just(0.0),
+)
+def test_a_part_sorted_vocabulary_gives_the_same_pick(
+    size: int, spread: float, seed: int, **options: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal(size) * spread).astype(np.float16).astype(np.float32)  # with ties
+    sampling = SamplingParams(**options)  # type: ignore[arg-type]
+    for position in range(3):
+        expected = plainly(logits, sampling, seed, position)
+        assert pick(logits, sampling, seed, position) == expected
 
 
 def test_a_pick_is_a_function_of_seed_and_position() -> None:

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from finback.checkpoint.hf import Fields
+from finback.kernels.cpu import Cpu, instruction_sets
 from finback.models import kimi_k3
 from finback.models.state import RecurrentState
 from tests.conftest import DATA
@@ -68,9 +69,10 @@ def relative(got: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(got.reshape(-1) - expected.reshape(-1)).max() / np.abs(expected).max())
 
 
-def test_a_decode_step_after_a_prompt(golden: tuple[Path, dict]) -> None:
+@pytest.mark.parametrize("isa", [None, *instruction_sets()])
+def test_a_decode_step_after_a_prompt(golden: tuple[Path, dict], isa: str | None) -> None:
     folder, expected = golden
-    model = load(folder)
+    model = load(folder, ops=None if isa is None else Cpu(isa=isa))
     assert model.shape.num_layers == 93
     state = model.new_state()
     extend(model, state, expected["prompt_ids"])
