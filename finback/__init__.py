@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from finback.config import EngineConfig, SamplingParams
-    from finback.errors import FinbackError
+    from finback.errors import CheckpointError, FinbackError, RequestError
     from finback.llm import LLM, ChatCompletion, Completion
     from finback.text.chat import ChatOptions
 
 __version__ = "0.1.0"
 __all__ = [
+    "CheckpointError",
+    "RequestError",
     "LLM",
     "ChatCompletion",
     "ChatOptions",
@@ -21,6 +23,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CheckpointError": "finback.errors",
+    "RequestError": "finback.errors",
     "LLM": "finback.llm",
     "ChatCompletion": "finback.llm",
     "ChatOptions": "finback.text.chat",
@@ -29,6 +33,11 @@ _HOMES = {
     "FinbackError": "finback.errors",
     "SamplingParams": "finback.config",
 }
+
+
+def __dir__() -> list[str]:
+    """List the public names before they are imported, for completion."""
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> object:

@@ -106,6 +106,7 @@ class SamplingParams:
 
     def _check_tuple(self, name: str, kind: type, what: str) -> None:
         value = getattr(self, name)
+        value = (value,) if isinstance(value, str) and kind is str else value
         values = tuple(value) if isinstance(value, list | tuple) else None
         if values is None or not all(
             isinstance(v, kind) and not isinstance(v, bool) and v != "" for v in values

@@ -80,7 +80,7 @@ class LLM:
 
         Args:
             path: A model folder, a name from `finback list`, or None for the storyteller.
-            options: Fields of `EngineConfig`; none of them changes a result.
+            options: Fields of `EngineConfig`; only `activations` changes a result.
 
         Raises:
             CheckpointError: The folder is missing, damaged or of an unsupported kind.
@@ -90,6 +90,7 @@ class LLM:
         self.folder = STORYTELLER if path is None else find_model(path)
         self.spans = Spans()
         self._inbox: dict[int, list[Delta]] = {}
+        self._is_closed = False
         checkpoint = open_checkpoint(self.folder)
         generation = read_json_if_there(self.folder / "generation_config.json")
         self.sampling = read_sampling(generation)
@@ -164,6 +165,10 @@ class LLM:
 
         Stop strings apply to the content, not to reasoning or calls.
         """
+        if not isinstance(messages, list | tuple) or not messages:
+            raise RequestError("messages must be a list with at least one message")
+        if options is not None and not isinstance(options, ChatOptions):
+            raise RequestError("options must be ChatOptions, as ChatOptions(thinking=False)")
         if self.chat_format is None:
             raise RequestError(
                 f"{self.folder.name} has no chat format; give it plain text to continue (--raw)"
@@ -181,10 +186,12 @@ class LLM:
 
     def logits(self, token_ids: Sequence[int]) -> Array:
         """Give the logits after every token: (T,) -> (T, V) float32."""
+        self._refuse_closed()
         return self.engine.logits(token_ids)
 
     def close(self) -> None:
-        """Close the model's files."""
+        """Close the model's files; it cannot be used any more."""
+        self._is_closed = True
         self._loaded.reader.close()
 
     def __enter__(self) -> Self:
@@ -218,7 +225,12 @@ class LLM:
             ends.append(self.tokenizer.specials[named])
         return ends
 
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise UsageError(f"{self.folder.name} has been closed; load it again")
+
     def _params(self, sampling: Mapping[str, Any]) -> SamplingParams:
+        self._refuse_closed()
         defaults = {key: getattr(self.sampling, key) for key in SAMPLING_KEYS}
         params = with_known_options(SamplingParams, defaults | dict(sampling), RequestError)
         return params if params.seed is not None else params.replaced(seed=secrets.randbits(32))

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from finback import LLM, ChatOptions, Completion
-from finback.errors import CheckpointError, ReadError, RequestError, UsageError
+from finback.errors import CapacityError, CheckpointError, ReadError, RequestError, UsageError
 from tests.conftest import DATA
 
 TINY = DATA / "tiny-k3"
@@ -97,8 +97,10 @@ def test_a_record_holds_one_answer(llm: LLM) -> None:
 def test_a_closed_model_says_so_and_a_failed_load_leaks_nothing(broken: Path) -> None:
     closed = LLM(TINY, expert_cache_bytes=0)
     closed.close()
-    with pytest.raises(ReadError, match="has been closed"):
+    with pytest.raises(UsageError, match="has been closed"):
         closed.generate("x")
+    with pytest.raises(UsageError, match="has been closed"):
+        closed.logits([1])
     (broken / "config.json").write_text((broken / "config.json").read_text().replace("386", "9386"))
     before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
     for _ in range(3):
@@ -159,6 +161,22 @@ def test_a_file_that_shrinks_while_in_use_is_named(broken: Path) -> None:
 def test_odd_chat_options_are_refused(llm: LLM, options: dict) -> None:
     with pytest.raises(RequestError):
         llm.chat([{"role": "user", "content": "x"}], ChatOptions(**options))
+
+
+def test_conversations_of_other_shapes_are_refused(llm: LLM) -> None:
+    for messages in ([], "hi", None):
+        with pytest.raises(RequestError, match="messages must be a list"):
+            llm.chat(messages)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="options must be ChatOptions"):
+        llm.chat([{"role": "user", "content": "x"}], {"thinking": False})  # type: ignore[arg-type]
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("finback.models.loading.available_bytes", lambda: 1_000_000)
+    with pytest.raises(CapacityError, match="every token uses takes 3.95 MB, 1 MB of memory are"):
+        LLM(TINY)
 
 
 @pytest.mark.parametrize("prompt", [None, 5, b"ab", [None]])

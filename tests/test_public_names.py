@@ -8,5 +8,9 @@ def test_public_names_are_there() -> None:
         assert getattr(finback, name).__name__ == name
 
 
+def test_public_names_can_be_listed() -> None:
+    assert set(finback.__all__) <= set(dir(finback))
+
+
 def test_unknown_names_are_no_surprise() -> None:
     assert not hasattr(finback, "nonsense")

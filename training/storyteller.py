@@ -33,11 +33,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, required=True, help="state, log and finished checkpoint"
     )
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--rows", type=int, default=8, help="sequences a step")
-    parser.add_argument(
-        "--length", type=int, default=512, help="tokens a sequence, a multiple of 16"
-    )
+    parser.add_argument("--steps", type=int, help="2,000; 30 with --smoke")
+    parser.add_argument("--rows", type=int, help="sequences a step; 8, or 2")
+    parser.add_argument("--length", type=int, help="tokens each, a multiple of 16; 512, or 64")
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
@@ -45,7 +43,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--compile", action="store_true", help="compile the blocks; a minute to start"
     )
     parser.add_argument("--smoke", action="store_true", help="a toy shape, to test the recipe")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name, usual, small in (("steps", 2000, 30), ("rows", 8, 2), ("length", 512, 64)):
+        if getattr(args, name) is None:
+            setattr(args, name, small if args.smoke else usual)
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -70,6 +72,11 @@ def train_until(
     folder = args.out / "checkpoint"
     folder.mkdir(parents=True, exist_ok=True)
     corpus, _ = data.load_corpus(args.corpus, folder, ranks, args.seed)
+    if min(len(corpus.train), len(corpus.valid)) <= args.length + 1:
+        raise SystemExit(
+            f"the corpus is too small: {len(corpus.train)} tokens, {len(corpus.valid)} held out; "
+            f"each part needs more than --length {args.length}"
+        )
     print(f"{len(corpus.train)} training tokens, {len(corpus.chat)} conversations", flush=True)
     net = Storyteller(config).to(args.device)
     if args.compile:
@@ -119,11 +126,11 @@ def train(net: Storyteller, corpus: data.Corpus, args: argparse.Namespace, last:
                 f"load {worst:.1f} seconds {spent:.0f}",
                 flush=True,
             )
-        if step % 200 == 0:
-            print(f"  held out: {bits_per_byte(net, corpus, args):.4f} bits per byte", flush=True)
         if now - saved > 300 or step == last:
             save(net, optimizers, step, seconds + now - started, args)
             saved = now
+        if step % 200 == 0:
+            print(f"  held out: {bits_per_byte(net, corpus, args):.4f} bits per byte", flush=True)
 
 
 def is_hidden(name: str) -> bool:

@@ -30,7 +30,10 @@ def kernels(
 
 
 def _as_text(report: "KernelReport") -> str:
-    reads = ", ".join(f"{t} threads {g:.1f} GB/s" for t, g in report.memory_read_gbps.items())
+    reads = ", ".join(
+        f"{g:.1f} GB/s ({t} thread{'s' if t != '1' else ''})"
+        for t, g in report.memory_read_gbps.items()
+    )
     rows = [
         (
             f"{r.weights} × {r.activations}",
@@ -44,4 +47,8 @@ def _as_text(report: "KernelReport") -> str:
         for r in report.rows
     ]
     header = ("weights × activations", "threads", "rows", "GB/s", "of read", "GFLOP/s", "of sgemm")
-    return f"{report.isa}; memory read: {reads}\n\n{output.table(header, rows)}"
+    return (
+        f"{report.isa}; memory read by threads: {reads}. GB/s are of packed weights, sgemm is\n"
+        "NumPy's float32 product of the same shape; medians. A busy machine gives odd shares.\n\n"
+        f"{output.table(header, rows)}"
+    )

@@ -65,13 +65,14 @@ def chat(
         messages = _opening(system)
         while (line := _read_line()) is not None:
             command, _, rest = line.partition(" ")
-            if command == "/exit":
+            if command in ("/exit", "/quit", "/bye"):
                 return
             if command == "/help":
                 output.talk(HELP)
             elif command in ("/reset", "/system"):
                 system = rest.strip() or None if command == "/system" else system
                 messages = _opening(system)
+                output.talk(output.dim("(new conversation)"))
             elif line.startswith("/"):
                 output.talk(f"unknown command {command}; /help lists them")
             elif line.strip():
@@ -110,11 +111,7 @@ def _answer(
         messages.pop()
         output.talk(f"finback: {error}; /reset starts a new conversation")
         return
-    try:
-        for piece in answer:
-            answer.show(piece, quiet=False)
-    except KeyboardInterrupt:
-        answer.out.finish_reason = "abort"
+    answer.run(show=True, quiet=False)
     answer.end(quiet=False)
     said = answer.out.message
     turn = {"role": "assistant", "content": said.content}

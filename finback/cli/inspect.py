@@ -1,7 +1,6 @@
 """`finback inspect`: what is in a checkpoint, without loading it."""
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +17,7 @@ MAX_SHOWN = 20
 def inspect(
     model: Annotated[
         str, typer.Argument(help="A model folder or a name from `finback list`.", metavar="DIR")
-    ] = "storyteller",
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print exact numbers as JSON.")] = False,
 ) -> None:
     """Show what is in a checkpoint: tensors by role, bytes per token, what is missing or odd.
@@ -28,15 +27,15 @@ def inspect(
     """
     from finback.checkpoint.index import open_checkpoint
     from finback.errors import CheckpointError
-    from finback.hub.local import find_model
+    from finback.hub.local import STORYTELLER, find_model
     from finback.planner.footprint import measure_footprint
 
-    folder = find_model(Path(model))
+    folder = find_model(model) if model else STORYTELLER
     footprint = measure_footprint(open_checkpoint(folder))
     if as_json:
         output.json_data(_as_json(footprint))
     else:
-        output.data(_as_text(footprint))
+        output.data(f"model       {output.printable(str(folder))}\n{_as_text(footprint)}")
     if footprint.missing or footprint.wrong:
         output.talk(f"finback: {folder}: tensors are missing or contradict config.json, see above")
         raise typer.Exit(CheckpointError.exit_code)
@@ -64,7 +63,7 @@ def _as_text(f: "Footprint") -> str:
         _roles(f),
         "",
         f"per token   {_exact(f.expert_bytes_per_token)} of experts, when none is in memory",
-        f"per sequence {_exact(shape.state_bytes)} of state, "
+        f"sequence    {_exact(shape.state_bytes)} of state, "
         f"and {_exact(shape.state_bytes_per_token)} for each of its tokens",
     ]
     if f.skipped_tensors:

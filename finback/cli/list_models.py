@@ -25,4 +25,4 @@ def list_models(
         )
         for m in models
     ]
-    output.data(output.table(("name", "family", "size", "folder"), rows))
+    output.data(output.table(("name", "family", "size", "folder"), rows, left=(0, 1, 3)))

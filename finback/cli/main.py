@@ -17,6 +17,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run")(run.run)
@@ -28,9 +29,9 @@ app.add_typer(bench.app, name="bench")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from finback.kernels.cpu import compiler
+        from finback.kernels.cpu import describe
 
-        output.data(f"finback {__version__} (native library: {compiler() or 'not built'})")
+        output.data(f"finback {__version__} (native library: {describe()})")
         raise typer.Exit
 
 

@@ -62,13 +62,13 @@ def dim(text: str) -> str:
     return f"\x1b[2m{text}\x1b[0m" if wants else text
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Lay out columns: the first to the left, the others to the right."""
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Lay out columns: those numbered in `left` to the left, the others to the right."""
     lines = [header, *rows]
     widths = [max(len(line[n]) for line in lines) for n in range(len(header))]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if n == 0 else cell.rjust(width)
+            cell.ljust(width) if n in left else cell.rjust(width)
             for n, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines

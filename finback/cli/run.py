@@ -43,7 +43,10 @@ Threads = Annotated[
 ]
 ActivationsOption = Annotated[
     Activations,
-    typer.Option("--activations", help="Rounding before products with quantised weights."),
+    typer.Option(
+        "--activations",
+        help="How rows are rounded before products with quantised weights.",
+    ),
 ]
 Thinking = Annotated[
     bool, typer.Option("--think/--no-think", help="Let the model reason before it answers.")
@@ -52,7 +55,8 @@ Thinking = Annotated[
 
 def run(
     prompt: Annotated[
-        list[str] | None, typer.Argument(help="The prompt; standard input joins it.")
+        list[str] | None,
+        typer.Argument(help="The prompt; what is piped in joins it."),
     ] = None,
     model: ModelOption = None,
     chat: Annotated[
@@ -106,13 +110,13 @@ def run(
         answer = Answer(llm, _messages(text, system) if as_chat else text, think, sampling)
         if not as_chat and not as_json and not quiet:
             output.echo(text)
-        for piece in answer:
-            if not as_json:
-                answer.show(piece, quiet)
+        is_whole = answer.run(show=not as_json, quiet=quiet)
         if as_json:
             output.json_data(report(llm, answer.out, as_chat))
         else:
             answer.end(quiet)
+        if not is_whole:
+            raise typer.Exit(130)
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, Any]]:
@@ -137,15 +141,20 @@ class Answer:
             chat = llm.stream_chat(prompt, ChatOptions(thinking=think), self.out, **sampling)
             self._pieces = self._collected(chat)
 
-    def __iter__(self) -> Iterator[tuple[str, str]]:
-        for kind, text in self._pieces:
-            if kind == "content":
-                self.out.text += text
-            yield kind, text
+    def run(self, show: bool, quiet: bool) -> bool:
+        """Take the answer, printing it as it comes; False if Ctrl-C ended it."""
+        try:
+            for kind, text in self._pieces:
+                if kind == "content":
+                    self.out.text += text
+                if show:
+                    self._show(kind, text, quiet)
+        except KeyboardInterrupt:
+            self.out.finish_reason = "abort"
+            return False
+        return True
 
-    def show(self, piece: tuple[str, str], quiet: bool) -> None:
-        """Print one piece."""
-        kind, text = piece
+    def _show(self, kind: str, text: str, quiet: bool) -> None:
         if kind == "content":
             self._end_line()
             output.data(text, end="")
@@ -157,12 +166,13 @@ class Answer:
         """Print what follows an answer."""
         self._end_line()
         output.data("")
+        if not self.out.text and self.out.finish_reason == "length":
+            output.talk(
+                "finback: the tokens were used up before the answer began; "
+                "raise --max-tokens, or leave out the thinking with --no-think"
+            )
         if not quiet:
             output.talk(output.dim(figures(self.out)))
-        elif not self.out.text and self.out.message.reasoning:
-            output.talk(
-                "finback: the answer was cut while the model was thinking; raise --max-tokens"
-            )
 
     def _end_line(self) -> None:
         if self._mid_line:
@@ -185,12 +195,10 @@ def chosen(**options: Any) -> dict[str, Any]:
 def figures(out: "Completion") -> str:
     """Put a run's figures on one line."""
     s = out.stats
-    rate = f"{s.tokens_per_s:.3g} tokens/s" if s.tokens_per_s else "one token"
-    end = {"stop": "", "length": " (cut at the limit)", "abort": " (stopped)"}.get(
-        out.finish_reason or "abort", ""
-    )
+    end = {"length": " (cut at the limit)", "abort": " (stopped)"}.get(out.finish_reason or "", "")
+    rate = f", {s.tokens_per_s:.3g} tokens/s" if s.tokens_per_s else ""
     return (
-        f"{s.prompt_tokens} + {s.tokens} tokens{end}, {rate}, "
+        f"{s.prompt_tokens} tokens in, {s.tokens} out{end}{rate}, "
         f"{human_bytes(s.bytes_per_token)} read per token, {human_seconds(s.compute_s)} computing, "
         f"{human_seconds(s.read_s)} reading, seed {out.seed}"
     )

@@ -53,6 +53,8 @@ def find_model(name: str | Path) -> Path:
     if str(name) in places:
         return places[str(name)]
     known = ", ".join(places)
+    if str(name).count("/") == 1:
+        known += f"). To fetch it: hf download {name} --local-dir DIR (then --model DIR"
     raise CheckpointError(
         f"{name}: no such folder, and no model of that name on this machine (there are: {known})"
     )
@@ -65,9 +67,22 @@ def _candidates() -> Iterator[tuple[str, Path]]:
         for folder in sorted(own.iterdir()):
             if folder.is_dir():
                 yield folder.name, folder
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "hub"
-    for folder in sorted(home.glob("models--*/snapshots/*")):
-        yield folder.parent.parent.name.removeprefix("models--").replace("--", "/"), folder
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    for cached in sorted(Path(os.environ.get("HF_HUB_CACHE", home / "hub")).glob("models--*")):
+        name = cached.name.removeprefix("models--").replace("--", "/")
+        snapshots = sorted(path for path in cached.glob("snapshots/*") if path.is_dir())
+        main = _main_revision(cached)
+        for folder in snapshots:
+            is_main = folder.name == main or len(snapshots) == 1
+            yield name if is_main else f"{name}@{folder.name}", folder
+
+
+def _main_revision(cached: Path) -> str | None:
+    """Read which snapshot of a cached model is the main one."""
+    try:
+        return (cached / "refs" / "main").read_text().strip()
+    except (OSError, ValueError):
+        return None
 
 
 def _describe(name: str, folder: Path) -> LocalModel:

@@ -3,7 +3,7 @@
 import logging
 
 from finback.config import Activations
-from finback.kernels.cpu import Cpu, library
+from finback.kernels.cpu import Cpu, describe, library
 from finback.kernels.ops import Ops
 from finback.kernels.reference import Reference
 
@@ -14,8 +14,9 @@ def best_backend(threads: int | None = None, activations: Activations = "float32
     """Take the native library where it was built, else NumPy, and say so."""
     if library() is None:
         logger.warning(
-            "the native library was not built, so finback computes with NumPy, many times slower; "
-            "install a C compiler and reinstall finback"
+            "the native library is %s, so finback computes with NumPy, many times slower; "
+            "reinstall finback where there is a C compiler",
+            describe(),
         )
         return Reference(activations)
     return Cpu(threads, activations=activations)

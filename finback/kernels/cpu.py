@@ -102,10 +102,18 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
-def compiler() -> str | None:
-    """Name the compiler that built the library; None without a library."""
+def describe() -> str:
+    """Say which native library there is, for people."""
     loaded = library()
-    return None if loaded is None else bytes(loaded.finback_compiler()).decode()
+    if loaded is None:
+        return "of another version than this package" if _is_there() else "not built"
+    isa, compiler = (bytes(f()).decode() for f in (loaded.finback_isa, loaded.finback_compiler))
+    return f"{isa}, built with compiler {compiler}"
+
+
+def _is_there() -> bool:
+    folders = [Path(folder) for folder in finback.kernels.__path__]
+    return any((folder / name).exists() for folder in folders for name in LIBRARY_NAMES)
 
 
 @cache
@@ -162,6 +170,7 @@ class Cpu:
     """The native backend. Threads and instruction set are the process's, whoever set them last."""
 
     name = "cpu"
+    keeps_published_bytes = True
 
     def __init__(
         self,
@@ -181,6 +190,12 @@ class Cpu:
         self._bits = ACTIVATION_BITS[activations]
         if isa is not None and not loaded.finback_set_isa(isa.encode()):
             raise UsageError(f"instruction set {isa!r} is not available on this machine")
+        wanted = os.environ.get("FINBACK_ISA")
+        if isa is None and wanted and wanted not in instruction_sets():
+            raise UsageError(
+                f"FINBACK_ISA is {wanted!r}, but this machine and build have "
+                f"{', '.join(instruction_sets())}"
+            )
         loaded.finback_set_threads(threads or available_threads())
 
     @property

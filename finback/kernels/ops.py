@@ -54,6 +54,7 @@ class Ops(Protocol):
 
     name: str
     activations: Activations
+    keeps_published_bytes: bool  # or resident weights grow to float32
 
     def resident(self, weight: Weight) -> Weight:
         """Take a weight that will stay in memory, in whatever format this backend computes on."""

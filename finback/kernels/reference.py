@@ -24,6 +24,7 @@ class Reference:
     """The NumPy backend."""
 
     name = "numpy"
+    keeps_published_bytes = False
 
     def __init__(self, activations: Activations = "float32") -> None:
         """Choose how rows are rounded before products with quantised weights."""

@@ -104,7 +104,7 @@ def test_a_prompt_longer_than_the_context_is_refused() -> None:
 def test_inspect_shows_roles_and_exits_3_on_missing_tensors(broken: Path) -> None:
     done = finback("inspect", TINY)
     assert done.returncode == 0
-    for word in ("kimi_k3", "expert", "mxfp4", "spine", "per token", "per sequence", "complete"):
+    for word in ("kimi_k3", "expert", "mxfp4", "spine", "per token", "sequence", "complete"):
         assert word in done.stdout
     index = broken / "model.safetensors.index.json"
     value = json.loads(index.read_text())
@@ -133,6 +133,29 @@ def run_named(name: str, env: dict[str, str]) -> subprocess.CompletedProcess[str
     return finback("run", "-m", name, "--raw", "--max-tokens", "1", "x", **env)
 
 
+def test_snapshots_of_the_hugging_face_cache_follow_their_main_revision(
+    tmp_path: Path, broken: Path
+) -> None:
+    cached = tmp_path / "hub" / "models--me--tiny"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("1111\n")
+    (cached / "snapshots" / "9999").mkdir(parents=True)
+    broken.rename(cached / "snapshots" / "1111")
+    env = {"FINBACK_MODELS": str(tmp_path / "none"), "HF_HOME": str(tmp_path)}
+    listed = {m["name"]: m["folder"] for m in json.loads(finback("list", "--json", **env).stdout)}
+    assert listed["me/tiny"].endswith("1111")
+    assert listed["me/tiny@9999"].endswith("9999")
+    missing = finback("run", "-m", "me/huge", "x", **env)
+    assert missing.returncode == 3
+    assert "hf download me/huge" in missing.stderr
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    done = finback("run", "-m", TINY, "--raw", "x", FINBACK_ISA="mmx")
+    assert done.returncode == 2
+    assert "FINBACK_ISA is 'mmx', but this machine and build have" in done.stderr
+
+
 def test_chat_keeps_the_conversation() -> None:
     lines = "Hello\n/nothing\n/help\nAgain\n/reset\n/exit\n"
     done = finback(
@@ -140,7 +163,8 @@ def test_chat_keeps_the_conversation() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "unknown command /nothing" in done.stderr
-    counts = [int(line.split(" + ")[0]) for line in done.stderr.splitlines() if " tokens" in line]
+    figures = [line for line in done.stderr.splitlines() if " tokens in, " in line]
+    counts = [int(line.split(" tokens in")[0]) for line in figures]
     assert len(counts) == 2
     assert counts[1] > counts[0] + 30  # the second prompt holds the first turn
 
@@ -153,9 +177,12 @@ def test_ctrl_c_is_130_without_a_traceback() -> None:
     assert process.stdout is not None
     process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in err
+    assert out.endswith("\n")
+    assert " out (stopped)" in err
+    assert "seed " in err
 
 
 @pytest.mark.parametrize(
@@ -189,10 +216,10 @@ def test_a_failure_is_json_where_json_was_asked_for() -> None:
 def test_reasoning_and_figures_stand_on_their_own_lines() -> None:
     done = finback("run", "-m", TINY, "--seed", "1", "--max-tokens", "3", "hello")
     last = done.stderr.splitlines()[-1]
-    assert re.match(r"\d+ \+ 3 tokens \(cut at the limit\)", last)
+    assert re.match(r"\d+ tokens in, 3 out \(cut at the limit\)", last)
     assert int(last.split()[0]) < 60  # no digit of the reasoning before it
     quiet = finback("run", "-m", TINY, "--seed", "1", "--max-tokens", "3", "-q", "hello")
-    assert "cut while the model was thinking" in quiet.stderr
+    assert "used up before the answer began" in quiet.stderr
 
 
 def test_verbose_tells_what_happens() -> None:
@@ -244,3 +271,11 @@ def test_without_a_model_the_storyteller_runs() -> None:
     done = finback("run", "--raw", "--max-tokens", "20", "--seed", "1", "Once upon a time")
     assert done.returncode == 0
     assert len(done.stdout.split()) > 5
+
+
+def test_the_generated_page_knows_every_option() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    for command in (["run"], ["chat"], ["inspect"], ["list"], ["bench", "kernels"]):
+        assert f"## `finback {' '.join(command)}`" in page
+        for option in re.findall(r"(--[a-z-]+)", finback(*command, "--help").stdout):
+            assert f"`{option}" in page or f" {option}" in page, f"{option}: run `make docs`"
