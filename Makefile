@@ -12,7 +12,7 @@ PACKAGE := pyproject.toml CMakeLists.txt $(wildcard native/*)
 .PHONY: demo test slow install check docs native clean
 
 demo: .venv/installed
-	@$(BIN)/finback run --raw --seed 7 --max-tokens 160 "Once upon a time there was a little"
+	@$(BIN)/finback run --raw --seed 5 --max-tokens 200 "One morning the children went down to the river, and"
 
 test: .venv/tested
 	@$(BIN)/python -m pytest -q
