@@ -7,8 +7,8 @@
  * fixed order at the end, whatever tile it is in. So one row and many rows, any number of threads and
  * any split give the same bits.
  *
- * Few rows of x: weights are widened in registers and used at once. Many rows: four rows of weights
- * are widened once into memory that stays in the cache, and multiplied with all rows of x.
+ * Few rows of x: weights are widened in registers and used at once. Many rows: blocks of weights are
+ * widened once into memory that stays in the cache, and multiplied with all rows of x.
  * Columns are padded with zeros to a multiple of 32; a product with zero changes no sum. */
 #include <stdlib.h>
 
@@ -17,6 +17,7 @@
 #include "threads.h"
 
 enum { BLOCK = 32, PER = BLOCK / VL, TILE_R = 4, CHUNK_ROWS = 16, AHEAD = 8192, WORTH_SHARING = 1 << 17 };
+enum { COLUMNS = 512, MANY = 96 }; /* the blocks that many rows of x are cut into */
 
 typedef struct {
   const float *x; /* (tokens, padded), permuted where the format's widening permutes */
@@ -111,27 +112,6 @@ INLINE void few(int format, const product *p, int64_t r, int rows, int64_t t, in
       p->y[(t + j) * p->w->rows + r + i] = finish(format, p->w, r + i, vf_sum(sum[i][j]));
 }
 
-/* --- many rows of x ------------------------------------------------------------------------------ */
-
-INLINE void many_tile(int format, const product *p, const float *panel, int64_t r, int rows,
-                      int64_t t, int tokens) {
-  const float *x = p->x + t * p->padded;
-  vf sum[TILE_R][TILE_T];
-  for (int i = 0; i < rows; i++)
-    for (int j = 0; j < tokens; j++) sum[i][j] = vf_zero();
-  for (int64_t c = 0; c < p->padded; c += VL) {
-    vf w[TILE_R];
-    for (int i = 0; i < rows; i++) w[i] = vf_load(panel + i * p->padded + c);
-    for (int j = 0; j < tokens; j++) {
-      vf v = vf_load(x + j * p->padded + c);
-      for (int i = 0; i < rows; i++) sum[i][j] = vf_fma(w[i], v, sum[i][j]);
-    }
-  }
-  for (int i = 0; i < rows; i++)
-    for (int j = 0; j < tokens; j++)
-      p->y[(t + j) * p->w->rows + r + i] = finish(format, p->w, r + i, vf_sum(sum[i][j]));
-}
-
 /* --- tiles --------------------------------------------------------------------------------------- */
 
 /* Call `tile` with constants for its last argument, so that each becomes straight code. */
@@ -159,44 +139,93 @@ INLINE void many_tile(int format, const product *p, const float *panel, int64_t 
   }
 #endif
 
-INLINE void rows_of(int format, const product *p, int64_t r, int rows, float *panel) {
-  if (p->tokens <= TILE_T) {
-#define CALL(n) few(format, p, r, rows, 0, n)
-    FOR_TOKENS(p->tokens, CALL)
-#undef CALL
-    return;
+/* --- many rows of x ------------------------------------------------------------------------------
+ * Cut so that what is used again stays in the cache: a block of columns of 16 rows of weights, widened
+ * once, meets the same columns of up to 96 rows of x. The partial sums wait in memory between blocks
+ * of columns; a sum that was stored and loaded is the same sum. */
+
+/* Widen `count` columns of a row, from column `from`; both are multiples of 32, zeros past the end. */
+INLINE void widen_columns(int format, const product *p, int64_t r, int64_t from, int64_t count,
+                          float *to) {
+  const int64_t cols = p->w->cols;
+  const uint8_t *row = (const uint8_t *)p->w->data + r * bytes_of(format, cols);
+  for (int64_t c = from; c < from + count; c += BLOCK) {
+    vf w[PER];
+    const float factor = factor_of(format, p->w, r, c / BLOCK);
+    if (c + BLOCK <= cols)
+      widen_block(format, row + bytes_of(format, c), factor, w);
+    else
+      widen_tail(format, row + bytes_of(format, c), cols - c, factor, w);
+    for (int k = 0; k < PER; k++) vf_store(to + c - from + k * VL, w[k]);
   }
-  const int64_t cols = p->w->cols, whole = cols / BLOCK, stride = bytes_of(format, cols);
-  for (int i = 0; i < rows; i++) {
-    const uint8_t *data = (const uint8_t *)p->w->data + (r + i) * stride;
-    for (int64_t b = 0; b * BLOCK < cols; b++) {
-      vf w[PER];
-      const uint8_t *at = data + b * bytes_of(format, BLOCK);
-      const float factor = factor_of(format, p->w, r + i, b);
-      if (b < whole)
-        widen_block(format, at, factor, w);
-      else
-        widen_tail(format, at, cols - b * BLOCK, factor, w);
-      for (int k = 0; k < PER; k++) vf_store(panel + i * p->padded + b * BLOCK + k * VL, w[k]);
+}
+
+/* Advance the sums of `rows` by `tokens` elements over a block of columns. */
+INLINE void many_tile(const float *panel, int rows, const float *x, int64_t stride, int tokens,
+                      int64_t count, float *sums) {
+  vf sum[TILE_R][TILE_T];
+  for (int i = 0; i < rows; i++)
+    for (int j = 0; j < tokens; j++) sum[i][j] = vf_load(sums + (i * MANY + j) * VL);
+  for (int64_t c = 0; c < count; c += VL) {
+    vf w[TILE_R];
+    for (int i = 0; i < rows; i++) w[i] = vf_load(panel + i * COLUMNS + c);
+    for (int j = 0; j < tokens; j++) {
+      vf v = vf_load(x + j * stride + c);
+      for (int i = 0; i < rows; i++) sum[i][j] = vf_fma(w[i], v, sum[i][j]);
     }
   }
-  for (int64_t t = 0; t < p->tokens; t += TILE_T) {
-    int64_t left = p->tokens - t;
-#define CALL(n) many_tile(format, p, panel, r, rows, t, n)
-    FOR_TOKENS(left, CALL)
+  for (int i = 0; i < rows; i++)
+    for (int j = 0; j < tokens; j++) vf_store(sums + (i * MANY + j) * VL, sum[i][j]);
+}
+
+INLINE void tiles_of(const float *panel, int rows, const float *x, int64_t stride, int64_t tokens,
+                     int64_t count, float *sums) {
+  for (int64_t t = 0; t < tokens; t += TILE_T) {
+#define CALL(n) many_tile(panel, rows, x + t * stride, stride, n, count, sums + t * VL)
+    FOR_TOKENS(tokens - t, CALL)
 #undef CALL
   }
+}
+
+INLINE void chunk_of_many(int format, const product *p, int64_t first, int64_t rows) {
+  float *panel = finback_alloc((size_t)(CHUNK_ROWS * COLUMNS) * sizeof(float));
+  float *sums = finback_alloc((size_t)(CHUNK_ROWS * MANY * VL) * sizeof(float));
+  for (int64_t t = 0; t < p->tokens; t += MANY) {
+    const int64_t tokens = p->tokens - t < MANY ? p->tokens - t : MANY;
+    memset(sums, 0, (size_t)(CHUNK_ROWS * MANY * VL) * sizeof(float));
+    for (int64_t c = 0; c < p->padded; c += COLUMNS) {
+      const int64_t count = p->padded - c < COLUMNS ? p->padded - c : COLUMNS;
+      const float *x = p->x + t * p->padded + c;
+      for (int64_t i = 0; i < rows; i++)
+        widen_columns(format, p, first + i, c, count, panel + i * COLUMNS);
+      int64_t i = 0;
+      for (; i + TILE_R <= rows; i += TILE_R)
+        tiles_of(panel + i * COLUMNS, TILE_R, x, p->padded, tokens, count, sums + i * MANY * VL);
+      for (; i < rows; i++)
+        tiles_of(panel + i * COLUMNS, 1, x, p->padded, tokens, count, sums + i * MANY * VL);
+    }
+    for (int64_t i = 0; i < rows; i++)
+      for (int64_t j = 0; j < tokens; j++)
+        p->y[(t + j) * p->w->rows + first + i] =
+            finish(format, p->w, first + i, vf_sum(vf_load(sums + (i * MANY + j) * VL)));
+  }
+  free(sums);
+  free(panel);
 }
 
 INLINE void chunk_of(int format, const product *p, int64_t chunk) {
   int64_t r = chunk * CHUNK_ROWS, end = r + CHUNK_ROWS;
   if (end > p->w->rows) end = p->w->rows;
-  float *panel = NULL;
-  if (p->tokens > TILE_T)
-    panel = finback_alloc((size_t)(TILE_R * p->padded) * sizeof(float));
-  for (; r + TILE_R <= end; r += TILE_R) rows_of(format, p, r, TILE_R, panel);
-  for (; r < end; r++) rows_of(format, p, r, 1, panel);
-  free(panel);
+  if (p->tokens > TILE_T) {
+    chunk_of_many(format, p, r, end - r);
+    return;
+  }
+#define CALL(n) few(format, p, r, TILE_R, 0, n)
+  for (; r + TILE_R <= end; r += TILE_R) { FOR_TOKENS(p->tokens, CALL) }
+#undef CALL
+#define CALL(n) few(format, p, r, 1, 0, n)
+  for (; r < end; r++) { FOR_TOKENS(p->tokens, CALL) }
+#undef CALL
 }
 
 static void chunk_f32(void *p, int64_t chunk) { chunk_of(FINBACK_F32, p, chunk); }

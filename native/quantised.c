@@ -19,7 +19,7 @@
 #include "threads.h"
 
 enum { GROUP = 32, STEP = GROUP * GROUPS, TILE_R = 4, CHUNK_ROWS = 16, AHEAD = 8192 };
-enum { WORTH_SHARING = 1 << 17 };
+enum { WORTH_SHARING = 1 << 17, MANY = 64 }; /* so many rows of x stay in the cache */
 #define TILE_Q (VL >= 16 ? 4 : VL >= 8 ? 2 : 2)
 
 /* A step is GROUPS groups: what one vector of codes holds. */
@@ -180,10 +180,12 @@ INLINE void fill_panel(int bits, const product *p, int64_t r, int rows, char *pa
     default: call(TILE_Q);                                                     \
   }
 
-INLINE void rows_of(int bits, const product *p, int64_t r, int rows, char *panel) {
+/* Some rows of weights by tokens `first` to `end`. */
+INLINE void rows_of(int bits, const product *p, int64_t r, int rows, char *panel, int64_t first,
+                    int64_t end) {
   if (panel) fill_panel(bits, p, r, rows, panel);
-  for (int64_t t = 0; t < p->tokens; t += TILE_Q) {
-    int64_t count = p->tokens - t < TILE_Q ? p->tokens - t : TILE_Q;
+  for (int64_t t = first; t < end; t += TILE_Q) {
+    int64_t count = end - t < TILE_Q ? end - t : TILE_Q;
     if (panel) {
 #define CALL(n) many(bits, p, r, rows, panel, t, n)
       FOR_TOKENS(count, CALL)
@@ -197,13 +199,17 @@ INLINE void rows_of(int bits, const product *p, int64_t r, int rows, char *panel
 }
 
 INLINE void chunk_of(int bits, const product *p, int64_t chunk) {
-  int64_t r = chunk * CHUNK_ROWS, end = r + CHUNK_ROWS;
-  if (end > p->w->rows) end = p->w->rows;
+  const int64_t start = chunk * CHUNK_ROWS;
+  const int64_t end = start + CHUNK_ROWS < p->w->rows ? start + CHUNK_ROWS : p->w->rows;
   char *panel = NULL;
   if (p->tokens > TILE_Q)
     panel = finback_alloc((size_t)(TILE_R * p->steps * (STEP * (bits / 8) + VL * 4)));
-  for (; r + TILE_R <= end; r += TILE_R) rows_of(bits, p, r, TILE_R, panel);
-  for (; r < end; r++) rows_of(bits, p, r, 1, panel);
+  for (int64_t t = 0; t < p->tokens; t += MANY) {
+    const int64_t last = t + MANY < p->tokens ? t + MANY : p->tokens;
+    int64_t r = start;
+    for (; r + TILE_R <= end; r += TILE_R) rows_of(bits, p, r, TILE_R, panel, t, last);
+    for (; r < end; r++) rows_of(bits, p, r, 1, panel, t, last);
+  }
   free(panel);
 }
 

@@ -12,7 +12,7 @@ from finback.checkpoint.formats import Weight, unpack
 from finback.config import Activations
 from finback.errors import UsageError
 from finback.kernels.cpu import Cpu, instruction_sets
-from finback.kernels.ops import Activation, Ops, RouterRule
+from finback.kernels.ops import ACTIVATION_BITS, Activation, Ops, RouterRule
 from finback.kernels.reference import Reference
 
 rng = np.random.default_rng(3)
@@ -95,6 +95,17 @@ def test_a_row_has_the_same_bits_whatever_it_is_computed_with(fmt: str) -> None:
                 for threads in (1, 3):
                     part = Cpu(threads=threads, isa=isa).linear(x[:count], w)
                     np.testing.assert_array_equal(part, whole[:count])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_more_rows_and_columns_than_a_block_has(fmt: str) -> None:
+    for isa in instruction_sets():
+        w, x = packed(fmt, 21, 1120), normal(215, 1120)
+        for activations in ACTIVATION_BITS if fmt == "mxfp4" else ("float32",):
+            cpu = Cpu(threads=2, isa=isa, activations=activations)
+            whole = cpu.linear(x, w)
+            for start, stop in ((0, 1), (62, 67), (95, 98), (100, 205), (190, 215)):
+                np.testing.assert_array_equal(cpu.linear(x[start:stop], w), whole[start:stop])
 
 
 @pytest.mark.parametrize(("activations", "limit"), [("int16", 1e-4), ("int8", 2e-2)])
