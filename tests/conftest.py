@@ -6,6 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine is no reason to fail.
+settings.register_profile("finback", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("finback")
 
 DATA = Path(__file__).parent / "data"
 TINY = ("tiny-k3", "tiny-kimi-linear")

@@ -22,6 +22,9 @@ PRODUCTS: tuple[tuple[str, Activations], ...] = (
     ("mxfp4", "int8"),
     ("mxfp4", "int16"),
     ("mxfp4", "float32"),
+    ("int8", "float32"),
+    ("int4", "float32"),
+    ("fp8", "float32"),
     ("bf16", "float32"),
     ("f16", "float32"),
     ("f32", "float32"),
@@ -123,6 +126,13 @@ def _parts(fmt: str, rng: np.random.Generator) -> Iterator[Bytes]:
     if fmt == "mxfp4":
         yield rng.integers(0, 256, count // 2, np.uint8)
         yield rng.integers(118, 122, count // 32, np.uint8)
+        return
+    if fmt in ("int8", "int4", "fp8"):
+        # Scales of one: bfloat16 for int4, float32 for the others; no FP8 code that is no number.
+        yield rng.integers(0, 0x7F, count // 2 if fmt == "int4" else count, np.uint8)
+        scales = np.prod(FORMATS[fmt].part_shapes((ROWS, COLUMNS))[1])
+        one = np.array([0x3F80], np.uint16) if fmt == "int4" else np.ones(1, np.float32)
+        yield np.repeat(one, scales).view(np.uint8)
         return
     values = rng.random(count, np.float32) - np.float32(0.5)
     if fmt == "bf16":
