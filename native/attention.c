@@ -96,6 +96,13 @@ typedef struct {
   int64_t tokens, seen, heads, nope, extra_width, rank, value_width;
 } latent_job;
 
+/* Heads that share each load of a row, and vectors of a row held in registers meanwhile. */
+#if VL >= 16
+enum { HEADS = 4, WIDE = 4 };
+#else
+enum { HEADS = 2, WIDE = 4 };
+#endif
+
 INLINE float dot(const float *a, const float *b, int64_t width) {
   vf sum = vf_zero();
   for (int64_t i = 0; i < width; i += VL)
@@ -103,43 +110,105 @@ INLINE float dot(const float *a, const float *b, int64_t width) {
   return vf_sum(sum);
 }
 
-static void latent_one(void *context, int64_t index) {
-  const latent_job *j = context;
-  const int64_t t = index / j->heads, head = index % j->heads, rank = j->rank;
-  const int64_t row = rank + j->extra_width, count = j->seen - j->tokens + t + 1;
-  float *query = finback_alloc((size_t)(row + rank + count) * sizeof(float));
-  float *mixed = query + row, *share = mixed + rank;
-  const float *q = j->q + (t * j->heads + head) * j->nope;
-  for (int64_t c = 0; c < rank; c += VL) {
-    vf sum = vf_zero();
-    for (int64_t n = 0; n < j->nope; n++) {
-      const float *key = j->key + (head * j->nope + n) * rank;
-      sum = vf_fma(vf_set(q[n]), vf_load_part(key + c, rank - c), sum);
+/* out[h][c] = Σ_i factors[h][i] · rows[i][c] for some heads: each element one chain over i. */
+INLINE void weighted_rows(const float *const *factors, int heads, const float *rows, int64_t stride,
+                          int64_t count, int64_t width, float *const *out) {
+  int64_t c = 0;
+  for (; c + WIDE * VL <= width; c += WIDE * VL) {
+    vf sum[HEADS][WIDE];
+    for (int h = 0; h < heads; h++)
+      for (int k = 0; k < WIDE; k++) sum[h][k] = vf_zero();
+    for (int64_t i = 0; i < count; i++) {
+      vf v[WIDE];
+      for (int k = 0; k < WIDE; k++) v[k] = vf_load(rows + i * stride + c + k * VL);
+      for (int h = 0; h < heads; h++)
+        for (int k = 0; k < WIDE; k++) sum[h][k] = vf_fma(vf_set(factors[h][i]), v[k], sum[h][k]);
     }
-    vf_store_part(query + c, sum, rank - c);
+    for (int h = 0; h < heads; h++)
+      for (int k = 0; k < WIDE; k++) vf_store(out[h] + c + k * VL, sum[h][k]);
   }
-  memcpy(query + rank, j->extra + (t * j->heads + head) * j->extra_width,
-         (size_t)j->extra_width * sizeof(float));
+  for (; c < width; c += VL)
+    for (int h = 0; h < heads; h++) {
+      vf sum = vf_zero();
+      for (int64_t i = 0; i < count; i++)
+        sum = vf_fma(vf_set(factors[h][i]), vf_load_part(rows + i * stride + c, width - c), sum);
+      vf_store_part(out[h] + c, sum, width - c);
+    }
+}
+
+/* scores[h][i] = queries[h] · rows[i] · scale for some heads: each as `dot` computes it. */
+INLINE void score_rows(const float *const *queries, int heads, const float *rows, int64_t width,
+                       int64_t count, float scale, float *const *scores) {
+  for (int64_t i = 0; i < count; i++) {
+    const float *row = rows + i * width;
+    vf sum[HEADS];
+    for (int h = 0; h < heads; h++) sum[h] = vf_zero();
+    int64_t c = 0;
+    for (; c + VL <= width; c += VL) {
+      vf v = vf_load(row + c);
+      for (int h = 0; h < heads; h++) sum[h] = vf_fma(vf_load(queries[h] + c), v, sum[h]);
+    }
+    if (c < width) {
+      vf v = vf_load_part(row + c, width - c);
+      for (int h = 0; h < heads; h++)
+        sum[h] = vf_fma(vf_load_part(queries[h] + c, width - c), v, sum[h]);
+    }
+    for (int h = 0; h < heads; h++) scores[h][i] = vf_sum(sum[h]) * scale;
+  }
+}
+
+/* In place; the sum goes back, for the mixture to be divided by. */
+INLINE float exponentials(float *scores, int64_t count) {
   float best = -INFINITY, total = 0;
-  for (int64_t s = 0; s < count; s++) {
-    share[s] = dot(query, j->rows + s * row, row) * j->scale;
-    if (share[s] > best) best = share[s];
-  }
+  for (int64_t s = 0; s < count; s++)
+    if (scores[s] > best) best = scores[s];
   for (int64_t s = 0; s < count; s += VL) {
-    vf e = vf_exp(vf_load_part(share + s, count - s) - vf_set(best));
-    vf_store_part(share + s, e, count - s);
+    vf e = vf_exp(vf_load_part(scores + s, count - s) - vf_set(best));
+    vf_store_part(scores + s, e, count - s);
   }
-  for (int64_t s = 0; s < count; s++) total += share[s];
-  for (int64_t c = 0; c < rank; c += VL) {
-    vf sum = vf_zero();
-    for (int64_t s = 0; s < count; s++)
-      sum = vf_fma(vf_set(share[s]), vf_load_part(j->rows + s * row + c, rank - c), sum);
-    vf_store_part(mixed + c, sum / vf_set(total), rank - c);
+  for (int64_t s = 0; s < count; s++) total += scores[s];
+  return total;
+}
+
+/* Some heads of one token. */
+INLINE void latent_heads(const latent_job *j, int64_t t, int64_t first, int heads) {
+  const int64_t rank = j->rank, row = rank + j->extra_width, count = j->seen - j->tokens + t + 1;
+  const int64_t each = row + rank + count;
+  float *work = finback_alloc((size_t)(heads * each) * sizeof(float));
+  float *query[HEADS], *mixed[HEADS], *share[HEADS];
+  for (int h = 0; h < heads; h++) {
+    const int64_t head = first + h, at = t * j->heads + head;
+    query[h] = work + h * each, mixed[h] = query[h] + row, share[h] = mixed[h] + rank;
+    const float *q = j->q + at * j->nope;
+    weighted_rows(&q, 1, j->key + head * j->nope * rank, rank, j->nope, rank, &query[h]);
+    memcpy(query[h] + rank, j->extra + at * j->extra_width,
+           (size_t)j->extra_width * sizeof(float));
   }
-  float *out = j->out + (t * j->heads + head) * j->value_width;
-  for (int64_t m = 0; m < j->value_width; m++)
-    out[m] = dot(j->value + (head * j->value_width + m) * rank, mixed, rank);
-  free(query);
+  score_rows((const float *const *)query, heads, j->rows, row, count, j->scale, share);
+  float total[HEADS];
+  for (int h = 0; h < heads; h++) total[h] = exponentials(share[h], count);
+  weighted_rows((const float *const *)share, heads, j->rows, row, count, rank, mixed);
+  for (int h = 0; h < heads; h++) {
+    for (int64_t c = 0; c < rank; c += VL) {
+      vf m = vf_load_part(mixed[h] + c, rank - c) / vf_set(total[h]);
+      vf_store_part(mixed[h] + c, m, rank - c);
+    }
+    const int64_t head = first + h;
+    float *out = j->out + (t * j->heads + head) * j->value_width;
+    for (int64_t m = 0; m < j->value_width; m++)
+      out[m] = dot(j->value + (head * j->value_width + m) * rank, mixed[h], rank);
+  }
+  free(work);
+}
+
+static void latent_group(void *context, int64_t index) {
+  const latent_job *j = context;
+  const int64_t groups = (j->heads + HEADS - 1) / HEADS;
+  const int64_t t = index / groups, first = index % groups * HEADS;
+  if (first + HEADS <= j->heads)
+    latent_heads(j, t, first, HEADS);
+  else
+    for (int64_t head = first; head < j->heads; head++) latent_heads(j, t, head, 1);
 }
 
 void ISA(latent_attention)(const finback_latent *a, const float *q, const float *extra,
@@ -147,8 +216,9 @@ void ISA(latent_attention)(const finback_latent *a, const float *q, const float 
   latent_job j = {q, extra, rows, key, value, out, a->scale, a->tokens, a->seen, a->heads,
                   a->nope, a->extra, a->rank, a->value};
   int64_t work = a->rank * (a->nope + a->value) + a->seen * (2 * a->rank + a->extra);
+  const int64_t groups = a->tokens * ((a->heads + HEADS - 1) / HEADS);
   if (a->tokens * a->heads * work >= 4 * WORTH_SHARING)
-    finback_parallel(a->tokens * a->heads, latent_one, &j);
+    finback_parallel(groups, latent_group, &j);
   else
-    for (int64_t i = 0; i < a->tokens * a->heads; i++) latent_one(&j, i);
+    for (int64_t i = 0; i < groups; i++) latent_group(&j, i);
 }
