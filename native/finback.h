@@ -1,4 +1,4 @@
-/* The whole interface of the native core. Python's twin is finback/kernels/cpu.py.
+/* The whole interface of the native core. Python's half is finback/kernels/library.py.
  *
  * Matrices are row-major and contiguous. A weight is (rows, cols) as published; x is (T, cols), y is
  * (T, rows), both float32. Row t of y depends on row t of x alone, with the same bits whatever T,

@@ -9,13 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from finback.hub.local import STORYTELLER
-
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-pytestmark = pytest.mark.skipif(
-    not STORYTELLER.exists(), reason="the embedded model has not been built (training/README.md)"
-)
 
 
 def commands() -> list[str]:

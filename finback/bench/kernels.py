@@ -14,7 +14,8 @@ import numpy as np
 
 from finback.checkpoint.formats import FORMATS, Bytes, Weight
 from finback.config import Activations
-from finback.kernels.cpu import Cpu, available_threads, read_memory
+from finback.kernels.cpu import Cpu
+from finback.kernels.library import available_threads, read_memory
 
 ROWS, COLUMNS = 3072, 3584  # an expert's gate in Kimi K3
 ROW_COUNTS = (1, 2, 4, 8, 16, 64, 256)

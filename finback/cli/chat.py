@@ -18,9 +18,8 @@ from finback.cli.run import (
     Threads,
     TopK,
     TopP,
-    chosen,
+    sampling_of,
 )
-from finback.config import SamplingParams
 from finback.errors import ContextTooLong, RequestError
 
 if TYPE_CHECKING:
@@ -47,15 +46,7 @@ def chat(
     activations: ActivationsOption = "float32",
 ) -> None:
     """Talk with a model. /help lists what can be typed besides messages."""
-    sampling = chosen(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-    )
-    SamplingParams(**sampling)
+    sampling = sampling_of(locals())
     from finback.llm import LLM
 
     with LLM(model, threads=threads, activations=activations) as llm:

@@ -29,7 +29,7 @@ app.add_typer(bench.app, name="bench")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from finback.kernels.cpu import describe
+        from finback.kernels.library import describe
 
         output.data(f"finback {__version__} (native library: {describe()})")
         raise typer.Exit

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -91,16 +91,7 @@ def run(
     model ends it.
     """
     text = _prompt(prompt or [])
-    sampling = chosen(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        stop=tuple(stop) if stop else None,
-    )
-    SamplingParams(**sampling)  # refuse before a model is loaded
+    sampling = sampling_of(locals())
     if chat is False and system is not None:
         raise UsageError("--system belongs to a conversation; leave out --raw")
     from finback.llm import LLM
@@ -187,9 +178,16 @@ class Answer:
             yield piece.kind, piece.text
 
 
-def chosen(**options: Any) -> dict[str, Any]:
-    """Keep the options that were given."""
-    return {name: value for name, value in options.items() if value is not None}
+def sampling_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Pick the sampling options that were given out of a command's arguments, and check them.
+
+    Raises:
+        RequestError: One cannot be used; nothing was loaded for it.
+    """
+    names = {f.name for f in dataclasses.fields(SamplingParams)}
+    given = {n: v for n, v in arguments.items() if n in names and v is not None}
+    SamplingParams(**given)
+    return given
 
 
 def figures(out: "Completion") -> str:

@@ -3,7 +3,8 @@
 import logging
 
 from finback.config import Activations
-from finback.kernels.cpu import Cpu, describe, library
+from finback.kernels.cpu import Cpu
+from finback.kernels.library import describe, library
 from finback.kernels.ops import Ops
 from finback.kernels.reference import Reference
 

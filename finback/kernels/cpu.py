@@ -1,157 +1,26 @@
-"""The native library as a backend: the only caller of native/finback.h, checking all it passes."""
+"""The native backend: the only caller of the library's kernels, checking all it passes on."""
 
-import ctypes
 import os
-from ctypes import (
-    Structure,
-    addressof,
-    byref,
-    c_char,
-    c_char_p,
-    c_float,
-    c_int32,
-    c_int64,
-    c_void_p,
-)
+from ctypes import addressof, byref, c_char, c_int64, c_void_p
 from functools import cache
-from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-import finback.kernels
-from finback.checkpoint.formats import Array, Weight, unpack
+from finback.checkpoint.formats import FORMATS, Array, Weight, unpack
 from finback.config import Activations
 from finback.errors import UsageError
+from finback.kernels.library import (
+    ACTIVATION_NUMBERS,
+    FORMAT_NUMBERS,
+    ActivationStruct,
+    LatentStruct,
+    RouterStruct,
+    WeightStruct,
+    available_threads,
+    instruction_sets,
+    library,
+)
 from finback.kernels.ops import ACTIVATION_BITS, Activation, Experts, Ids, RouterRule
-
-ABI = 6
-ISAS = ("base", "avx2", "avx512", "neon")
-LIBRARY_NAMES = ("libfinback.so", "libfinback.dylib")
-FORMATS = {"f32": 0, "bf16": 1, "f16": 2, "mxfp4": 3, "int8": 4, "int4": 5, "fp8": 6}
-KINDS = {"silu": 0, "situ": 1, "bounded situ": 2}
-
-
-class _Weight(Structure):
-    _fields_ = [
-        ("format", c_int32),
-        ("rows", c_int64),
-        ("cols", c_int64),
-        ("data", c_void_p),
-        ("scale", c_void_p),
-    ]
-
-
-class _Activation(Structure):
-    _fields_ = [("kind", c_int32), ("beta", c_float), ("linear", c_float)]
-
-
-class _Latent(Structure):
-    _fields_ = [
-        *(
-            (name, c_int64)
-            for name in ("tokens", "seen", "heads", "nope", "extra", "rank", "value")
-        ),
-        ("scale", c_float),
-    ]
-
-
-class _Router(Structure):
-    _fields_ = [
-        *((name, c_int64) for name in ("experts", "top_k", "groups", "top_groups")),
-        ("is_sigmoid", c_int32),
-        ("renormalise", c_int32),
-        ("scale", c_float),
-    ]
-
-
-_ARGUMENTS = {
-    "linear": (c_void_p, c_int64, c_void_p, c_int32, c_void_p),
-    "experts": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p)
-    + (c_int32, c_void_p),
-    "combine": (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p),
-    "rms_norm": (c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p),
-    "unit": (c_void_p, c_float, c_int64, c_int64, c_void_p),
-    "mix": (c_void_p, c_int64, c_void_p, c_float, c_int64, c_int64, c_void_p),
-    "glu": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p),
-    "gated": (c_void_p, c_void_p, c_int64, c_int64, c_void_p),
-    "decay": (c_void_p, c_void_p, c_float, c_int64, c_int64, c_int64, c_void_p),
-    "short_conv": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p),
-    "delta_rule": (c_void_p,) * 6 + (c_int64,) * 3 + (c_void_p,),
-    "latent_attention": (c_void_p,) * 7,
-    "read_memory": (c_void_p, c_int64, c_void_p),
-    "route": (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p),
-}
-
-
-@cache
-def library() -> ctypes.CDLL | None:
-    """Load the library beside this module; None where it was not built or is of another version."""
-    for folder in finback.kernels.__path__:
-        for name in LIBRARY_NAMES:
-            if (path := Path(folder) / name).exists():
-                loaded = ctypes.CDLL(str(path))
-                if loaded.finback_abi() != ABI:
-                    return None
-                for kernel, arguments in _ARGUMENTS.items():
-                    function = getattr(loaded, f"finback_{kernel}")
-                    function.argtypes, function.restype = arguments, None
-                loaded.finback_compiler.restype = loaded.finback_isa.restype = c_char_p
-                loaded.finback_set_isa.argtypes = [c_char_p]
-                return loaded
-    return None
-
-
-def describe() -> str:
-    """Say which native library there is, for people."""
-    loaded = library()
-    if loaded is None:
-        return "of another version than this package" if _is_there() else "not built"
-    isa, compiler = (bytes(f()).decode() for f in (loaded.finback_isa, loaded.finback_compiler))
-    return f"{isa}, built with compiler {compiler}"
-
-
-def _is_there() -> bool:
-    folders = [Path(folder) for folder in finback.kernels.__path__]
-    return any((folder / name).exists() for folder in folders for name in LIBRARY_NAMES)
-
-
-@cache
-def instruction_sets() -> tuple[str, ...]:
-    """Name the instruction sets that this build and this machine have, none without a library."""
-    loaded = library()
-    if loaded is None:
-        return ()
-    best = loaded.finback_isa()
-    found = [name for name in ISAS if loaded.finback_set_isa(name.encode())]
-    loaded.finback_set_isa(best)
-    return tuple(found)
-
-
-def read_memory(data: npt.NDArray[np.uint8]) -> None:
-    """Read an array once with all threads, to measure how fast that goes.
-
-    Raises:
-        UsageError: There is no library.
-    """
-    loaded = library()
-    if loaded is None:
-        raise UsageError("the native library was not built; install a C compiler and reinstall")
-    loaded.finback_read_memory(data.ctypes.data, data.nbytes, byref(c_float()))
-
-
-def available_threads() -> int:
-    """Count the cores this process may use: by its affinity and its cgroup's quota."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass  # no cgroup v2: the affinity is all there is to know
-    return cores
 
 
 def _pointer(name: str, array: Array, shape: tuple[int, ...]) -> int:
@@ -275,11 +144,14 @@ class Cpu:
         if ids.dtype != np.int64 or not ids.flags.c_contiguous:
             raise ValueError(f"ids must be contiguous int64, not {ids.dtype}")
         width = x.shape[1]
-        addresses = [
-            _described(w[name], width if name != "w2" else None)
-            for w in experts.values()
-            for name in ("w1", "w2", "w3")
-        ]
+        addresses = []
+        for number, w in experts.items():
+            inner = w["w1"].shape[0]
+            wanted = {"w1": (inner, width), "w2": (width, inner), "w3": (inner, width)}
+            for name, shape in wanted.items():
+                if w[name].shape != shape:
+                    raise ValueError(f"{name} of expert {number} is {w[name].shape}, not {shape}")
+                addresses.append(_described(w[name]))
         self._lib.finback_experts(
             _pointer("x", x, (tokens, width)),
             tokens,
@@ -310,9 +182,11 @@ class Cpu:
     def route(self, logits: Array, bias: Array | None, rule: RouterRule) -> tuple[Ids, Array]:
         """See `Ops.route`."""
         tokens, experts = logits.shape
+        if not 1 <= rule.top_k <= experts or experts % rule.num_groups:
+            raise ValueError(f"{rule} cannot choose among {experts} experts")
         ids = np.empty((tokens, rule.top_k), np.int64)
         weights = np.empty((tokens, rule.top_k), np.float32)
-        router = _Router(
+        router = RouterStruct(
             experts,
             rule.top_k,
             rule.num_groups,
@@ -402,7 +276,7 @@ class Cpu:
         """See `Ops.latent_attention`."""
         tokens, heads, nope = q.shape
         extra, rank, width = q_extra.shape[2], key.shape[2], value.shape[1]
-        sizes = _Latent(tokens, len(rows), heads, nope, extra, rank, width, scale)
+        sizes = LatentStruct(tokens, len(rows), heads, nope, extra, rank, width, scale)
         out = np.empty((tokens, heads, width), np.float32)
         self._lib.finback_latent_attention(
             byref(sizes),
@@ -424,27 +298,30 @@ class Cpu:
         return y
 
 
-def _described(weight: Weight, columns: int | None = None) -> int:
+def _described(weight: Weight) -> int:
     """Describe a weight for the library, once, and give the address of that.
 
-    The description lives and dies with the weight. With `columns`, refuse another width.
+    The description lives and dies with the weight.
     """
-    if columns is not None and weight.shape[1] != columns:
-        raise ValueError(f"a weight must have {columns} columns, not {weight.shape}")
     found = weight.derived.get("cpu")
     if found is None:
         rows, cols = weight.shape
-        parts: list[npt.NDArray[np.uint8]] = list(weight.parts)
-        scale = parts[1].ctypes.data if len(parts) > 1 else None
-        found = _Weight(FORMATS[weight.format], rows, cols, parts[0].ctypes.data, scale)
+        fmt, size = FORMATS[weight.format], sum(part.nbytes for part in weight.parts)
+        if size != fmt.num_bytes(weight.shape) or cols % fmt.columns:
+            raise ValueError(f"{size} bytes are no {weight.format} weight of shape {weight.shape}")
+        scale = weight.parts[1].ctypes.data if len(weight.parts) > 1 else None
+        data = weight.parts[0].ctypes.data
+        found = WeightStruct(FORMAT_NUMBERS[weight.format], rows, cols, data, scale)
         weight.derived["cpu"] = found
-    assert isinstance(found, _Weight)
+    assert isinstance(found, WeightStruct)
     return addressof(found)
 
 
 @cache
-def _activation(activation: Activation) -> _Activation:
+def _activation(activation: Activation) -> ActivationStruct:
     kind = activation.kind
     if kind == "situ" and activation.linear_beta is not None:
         kind = "bounded situ"  # type: ignore[assignment]
-    return _Activation(KINDS[kind], activation.beta, activation.linear_beta or 0.0)
+    return ActivationStruct(
+        ACTIVATION_NUMBERS[kind], activation.beta, activation.linear_beta or 0.0
+    )

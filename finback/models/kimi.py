@@ -10,7 +10,7 @@ from finback.models.attention import Mla, MlaShape
 from finback.models.base import ModelShape
 from finback.models.delta import Kda, KdaShape
 from finback.models.experts import Moe, MoeShape
-from finback.models.layers import Mlp, mlp_tensors
+from finback.models.layers import Mlp, Norm, mlp_tensors
 from finback.models.weights import TensorSpec, Weights
 from finback.storage.cache import ExpertCache
 
@@ -117,6 +117,20 @@ def _read_layer_map(linear: Fields, num_layers: int) -> frozenset[int]:
             "kda_layers", f"and full_attn_layers must name each layer from 1 to {num_layers} once"
         )
     return frozenset(n - 1 for n in kda)
+
+
+class Layer:
+    """What every Kimi decoder layer has: attention and feed-forward, each behind its norm."""
+
+    def __init__(
+        self, layout: KimiLayout, index: int, weights: Weights, experts: ExpertCache, ops: Ops
+    ) -> None:
+        """Load the layer's resident weights."""
+        at, eps = f"{layout.prefix}model.layers.{index}.", layout.eps
+        self.attention_norm = Norm(weights, f"{at}input_layernorm.weight", eps, ops)
+        self.feed_norm = Norm(weights, f"{at}post_attention_layernorm.weight", eps, ops)
+        self.attend: Kda | Mla = attention_of(layout, index, weights, ops)
+        self.feed: Moe | Mlp = feed_forward_of(layout, index, weights, experts, ops)
 
 
 def attention_of(layout: KimiLayout, index: int, weights: Weights, ops: Ops) -> Kda | Mla:

@@ -8,12 +8,9 @@ import numpy as np
 from finback.checkpoint.formats import Array
 from finback.checkpoint.hf import Fields
 from finback.kernels.ops import Ops
-from finback.models.attention import Mla
 from finback.models.base import ModelShape, TokenBatch
-from finback.models.delta import Kda
-from finback.models.experts import Moe
-from finback.models.kimi import KimiLayout, attention_of, feed_forward_of
-from finback.models.layers import Mlp, Norm
+from finback.models.kimi import KimiLayout, Layer
+from finback.models.layers import Norm
 from finback.models.state import SequenceState
 from finback.models.weights import TensorSpec, Weights
 from finback.storage.cache import ExpertCache
@@ -78,22 +75,19 @@ class AttentionResidual:
         return self._ops.mix([*bank, x], self._weight, self._eps)
 
 
-class Layer:
-    """One decoder layer's parts."""
+class ResidualLayer(Layer):
+    """A Kimi layer with the two attention residuals in front of its norms."""
 
     def __init__(
         self, layout: Layout, index: int, weights: Weights, experts: ExpertCache, ops: Ops
     ) -> None:
         """Load the layer's resident weights."""
-        kimi, prefix = layout.kimi, f"{PREFIX}model.layers.{index}."
+        super().__init__(layout.kimi, index, weights, experts, ops)
         self.is_block_start = index % layout.block == 0
         self.attention_fold, self.feed_fold = (
-            AttentionResidual(weights, prefix + n, kimi.eps, ops) for n in FOLDS
+            AttentionResidual(weights, f"{PREFIX}model.layers.{index}.{n}", layout.kimi.eps, ops)
+            for n in FOLDS
         )
-        self.attention_norm = Norm(weights, f"{prefix}input_layernorm.weight", kimi.eps, ops)
-        self.feed_norm = Norm(weights, f"{prefix}post_attention_layernorm.weight", kimi.eps, ops)
-        self.attend: Kda | Mla = attention_of(kimi, index, weights, ops)
-        self.feed: Moe | Mlp = feed_forward_of(kimi, index, weights, experts, ops)
 
 
 class KimiK3:
@@ -104,7 +98,7 @@ class KimiK3:
         self.shape, self._ops, eps = layout.shape, ops, layout.kimi.eps
         self._embedding, self._head = layout.kimi.load_ends(weights)
         self._layers = [
-            Layer(layout, i, weights, experts, ops) for i in range(layout.kimi.num_layers)
+            ResidualLayer(layout, i, weights, experts, ops) for i in range(layout.kimi.num_layers)
         ]
         self._output_fold = AttentionResidual(weights, f"{PREFIX}model.output_attn_res", eps, ops)
         self._norm = Norm(weights, f"{PREFIX}model.norm.weight", eps, ops)

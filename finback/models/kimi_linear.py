@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from finback.checkpoint.formats import Array
 from finback.checkpoint.hf import Fields
 from finback.kernels.ops import Ops
-from finback.models.attention import Mla
 from finback.models.base import ModelShape, TokenBatch
-from finback.models.delta import Kda
-from finback.models.experts import Moe
-from finback.models.kimi import KimiLayout, attention_of, feed_forward_of
-from finback.models.layers import Mlp, Norm
+from finback.models.kimi import KimiLayout, Layer
+from finback.models.layers import Norm
 from finback.models.state import SequenceState
 from finback.models.weights import TensorSpec, Weights
 from finback.storage.cache import ExpertCache
@@ -49,20 +46,6 @@ def read_config(config: Fields) -> Layout:
     return Layout(KimiLayout.read(config, ""))
 
 
-class Layer:
-    """One decoder layer's parts."""
-
-    def __init__(
-        self, layout: Layout, index: int, weights: Weights, experts: ExpertCache, ops: Ops
-    ) -> None:
-        """Load the layer's resident weights."""
-        kimi, prefix = layout.kimi, f"model.layers.{index}."
-        self.attention_norm = Norm(weights, f"{prefix}input_layernorm.weight", kimi.eps, ops)
-        self.feed_norm = Norm(weights, f"{prefix}post_attention_layernorm.weight", kimi.eps, ops)
-        self.attend: Kda | Mla = attention_of(kimi, index, weights, ops)
-        self.feed: Moe | Mlp = feed_forward_of(kimi, index, weights, experts, ops)
-
-
 class KimiLinear:
     """The model."""
 
@@ -71,7 +54,7 @@ class KimiLinear:
         self.shape, self._ops = layout.shape, ops
         self._embedding, self._head = layout.kimi.load_ends(weights)
         self._layers = [
-            Layer(layout, i, weights, experts, ops) for i in range(layout.kimi.num_layers)
+            Layer(layout.kimi, i, weights, experts, ops) for i in range(layout.kimi.num_layers)
         ]
         self._norm = Norm(weights, "model.norm.weight", layout.kimi.eps, ops)
 

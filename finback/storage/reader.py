@@ -4,8 +4,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
@@ -39,7 +37,7 @@ def merge(refs: Iterable[TensorRef]) -> list[Extent]:
 
 
 class Reader:
-    """Reads extents into memory. Owns the open files; close it, or use it as a context manager."""
+    """Reads extents into memory. Owns the open files until it is closed."""
 
     def __init__(self, spans: Spans) -> None:
         """Open nothing yet; reads are timed as `read` and counted as `bytes_read` in `spans`."""
@@ -69,17 +67,6 @@ class Reader:
         self._is_closed = True
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _read_into(self, extent: Extent, view: memoryview) -> None:
         done = 0

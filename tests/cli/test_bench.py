@@ -3,7 +3,7 @@
 import pytest
 
 from finback.bench.kernels import PRODUCTS, measure_kernels
-from finback.kernels.cpu import instruction_sets
+from finback.kernels.library import instruction_sets
 
 pytestmark = pytest.mark.skipif(
     not instruction_sets(), reason="needs the native library: install a C compiler and reinstall"

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from finback.hub.local import STORYTELLER
 from tests.conftest import DATA
 
 TINY = str(DATA / "tiny-k3")
@@ -266,7 +265,6 @@ def test_a_start_is_quick_to_answer() -> None:
     assert bare - start < 5 * (time.perf_counter() - bare) + 0.5
 
 
-@pytest.mark.skipif(not STORYTELLER.exists(), reason="the embedded model has not been built yet")
 def test_without_a_model_the_storyteller_runs() -> None:
     done = finback("run", "--raw", "--max-tokens", "20", "--seed", "1", "Once upon a time")
     assert done.returncode == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finback.kernels.cpu import instruction_sets
+from finback.kernels.library import instruction_sets
 
 ROOT = Path(__file__).parents[2]
 CROSS, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from finback.kernels.cpu import Cpu, instruction_sets
+from finback.kernels.cpu import Cpu
+from finback.kernels.library import instruction_sets
 from finback.models.base import Run, TokenBatch
 from tests.conftest import DATA
 from tests.helpers import Recorder, extend, in_chunks, load

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from finback.checkpoint.formats import Weight, unpack
 from finback.config import Activations
 from finback.errors import UsageError
-from finback.kernels.cpu import Cpu, instruction_sets
+from finback.kernels.cpu import Cpu
+from finback.kernels.library import instruction_sets
 from finback.kernels.ops import ACTIVATION_BITS, Activation, Ops, RouterRule
 from finback.kernels.reference import Reference
 
@@ -229,6 +230,22 @@ def test_wrong_arrays_are_refused_by_name() -> None:
                 cpu.linear(x, w)
         with pytest.raises(ValueError, match="up must be contiguous float32"):
             cpu.glu(normal(2, 3), normal(3, 3), Activation("silu"))
+
+
+def test_weights_that_are_not_what_they_say_are_refused() -> None:
+    for isa in instruction_sets():
+        cpu, x = Cpu(isa=isa), normal(2, 32)
+        short = Weight("f32", (3, 32), (np.zeros(3 * 32 * 4 - 4, np.uint8),))
+        with pytest.raises(ValueError, match="380 bytes are no f32 weight"):
+            cpu.linear(x, short)
+        with pytest.raises(ValueError, match="are no mxfp4 weight"):
+            cpu.linear(normal(2, 33), Weight("mxfp4", (1, 33), (np.zeros(17, np.uint8),) * 2))
+        good, bad = packed("f32", 4, 32), packed("f32", 32, 5)
+        parts, ids = np.empty((2, 1, 32), np.float32), np.zeros((2, 1), np.int64)
+        with pytest.raises(ValueError, match=r"w2 of expert 0 is \(32, 5\), not \(32, 4\)"):
+            cpu.experts(x, ids, {0: {"w1": good, "w2": bad, "w3": good}}, Activation("silu"), parts)
+        with pytest.raises(ValueError, match="cannot choose among 3 experts"):
+            cpu.route(normal(1, 3), None, rule(top_k=4))
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:

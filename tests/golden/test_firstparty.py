@@ -15,7 +15,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from finback.checkpoint.hf import Fields
-from finback.kernels.cpu import Cpu, instruction_sets
+from finback.kernels.cpu import Cpu
+from finback.kernels.library import instruction_sets
 from finback.models import kimi_k3
 from finback.models.state import RecurrentState
 from tests.conftest import DATA

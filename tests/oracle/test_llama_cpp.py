@@ -59,7 +59,6 @@ def test_tiny_k3(tmp_path: Path) -> None:
     compare(folder, ids, tmp_path)
 
 
-@pytest.mark.skipif(not STORYTELLER.is_dir(), reason="the embedded storyteller is not in this tree")
 def test_storyteller(tmp_path: Path) -> None:
     """The embedded model, trained weights, at a text of its own kind."""
     with LLM(STORYTELLER) as llm:
