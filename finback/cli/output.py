@@ -4,7 +4,12 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Self
+
+from finback.units import human_bytes
 
 
 def prepare() -> None:
@@ -73,6 +78,42 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[i
         ).rstrip()
         for line in lines
     )
+
+
+class Progress:
+    """A line on stderr that is written over, where somebody is there to watch it."""
+
+    def __init__(self, verb: str) -> None:
+        """Say what is being done."""
+        self._verb, self._last = verb, 0.0
+        self._is_watched = sys.stderr.isatty()
+        self._start = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._is_watched:
+            talk("\r\x1b[K", end="")
+
+    def bytes(self, done: int, total: int) -> None:
+        """Show how far it has come and how long the rest will take."""
+        now = time.monotonic()
+        if not self._is_watched or (now - self._last < 0.2 and done < total):
+            return
+        self._last = now
+        rate = done / max(now - self._start, 1e-3)
+        left = f", {(total - done) / rate:.0f} s left" if rate > 0 else ""
+        talk(
+            f"\r\x1b[K{self._verb} {human_bytes(done)} of {human_bytes(total)} "
+            f"({human_bytes(rate)}/s{left})",
+            end="",
+        )
 
 
 def close_quietly() -> None:

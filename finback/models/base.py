@@ -109,15 +109,19 @@ def read_layout(checkpoint: Checkpoint) -> Layout:
         UnsupportedModel: No file here bears that name.
         CheckpointError: A value of the config is missing or impossible.
     """
-    model_type = checkpoint.config.get("model_type")
+    return read_layout_of(checkpoint.config, f"{checkpoint.folder / 'config.json'}: ")
+
+
+def read_layout_of(config: Mapping[str, object], where: str) -> Layout:
+    """Read a bare config; `where` begins its errors. Raises as `read_layout`."""
+    model_type = config.get("model_type")
     read = _families().get(ALIASES.get(str(model_type), str(model_type)))
     if read is None:
         known = ", ".join(sorted([*_families(), *ALIASES]))
         raise UnsupportedModel(
-            f"{checkpoint.folder / 'config.json'}: model_type {model_type!r} is not supported; "
-            f"finback runs {known}"
+            f"{where}model_type {model_type!r} is not supported; finback runs {known}"
         )
-    return read(Fields(checkpoint.config, f"{checkpoint.folder / 'config.json'}: "))
+    return read(Fields(config, where))
 
 
 def _families() -> dict[str, Callable[[Fields], Layout]]:

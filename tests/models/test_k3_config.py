@@ -12,73 +12,12 @@ from finback.checkpoint.hf import Fields
 from finback.checkpoint.index import open_checkpoint
 from finback.models import kimi_k3
 from finback.planner.footprint import measure_footprint
-
-FULL = [*range(4, 93, 4), 93]
+from finback.planner.synth import find_config
 
 
 def k3_config() -> dict[str, Any]:
     """Give the values of the published config.json that describe the text model."""
-    text = {
-        "architectures": ["KimiLinearForCausalLM"],
-        "model_type": "kimi_linear",
-        "vocab_size": 163840,
-        "hidden_size": 7168,
-        "num_hidden_layers": 93,
-        "intermediate_size": 33792,
-        "hidden_act": "situ",
-        "activation_situ_beta": 4.0,
-        "activation_situ_linear_beta": 25.0,
-        "rms_norm_eps": 1e-5,
-        "attn_res_block_size": 12,
-        "num_attention_heads": 96,
-        "num_key_value_heads": 96,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "mla_use_nope": True,
-        "mla_use_output_gate": True,
-        "linear_attn_config": {
-            "num_heads": 96,
-            "head_dim": 128,
-            "short_conv_kernel_size": 4,
-            "use_full_rank_gate": True,
-            "gate_lower_bound": -5.0,
-            "full_attn_layers": FULL,
-            "kda_layers": [n for n in range(1, 94) if n not in FULL],
-        },
-        "num_experts": 896,
-        "num_experts_per_token": 16,
-        "top_k": 50,
-        "num_shared_experts": 2,
-        "moe_intermediate_size": 3072,
-        "routed_expert_hidden_size": 3584,
-        "latent_moe_use_norm": True,
-        "moe_router_activation_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "moe_renormalize": True,
-        "routed_scaling_factor": 1.0,
-        "use_grouped_topk": True,
-        "num_expert_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "moe_layer_freq": 1,
-        "num_nextn_predict_layers": 0,
-        "max_position_embeddings": 1048576,
-        "tie_word_embeddings": False,
-        "bos_token_id": 163584,
-        "eos_token_id": 163586,
-        "pad_token_id": 163839,
-    }
-    return {
-        "architectures": ["KimiK3ForConditionalGeneration"],
-        "model_type": "kimi_k3",
-        "eos_token_id": 163586,
-        "tie_word_embeddings": False,
-        "text_config": text,
-        "vision_config": {"patch_size": 14},
-    }
+    return find_config("kimi-k3")
 
 
 @pytest.fixture(scope="module")

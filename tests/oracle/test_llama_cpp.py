@@ -30,7 +30,7 @@ WANTED = "the independent check needs the oracle extra: pip install finback[orac
 pytest.importorskip("gguf", reason=WANTED)
 pytest.importorskip("xllamacpp", reason=WANTED)
 
-from tests.oracle.k3_gguf import write_gguf  # noqa: E402
+from finback.bench.gguf_writer import write_gguf  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 # llama.cpp uses an epsilon of 1e-5 in the MLA latent norms and the KDA L2 norm, where K3 has 1e-6:

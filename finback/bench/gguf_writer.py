@@ -1,13 +1,11 @@
-"""A small Kimi K3 checkpoint as a float32 GGUF that llama.cpp's `kimi-k3` graph loads.
+"""A Kimi K3 checkpoint as a GGUF that llama.cpp's `kimi-k3` graph loads, to compare with it.
 
-Everything is widened to float32, the MXFP4 experts too: llama.cpp's own MXFP4 kernels round the
-activations to 8 bits, which would hide errors of the size looked for. Only the writer of the
-`gguf` package is used; its name tables need not know Kimi K3.
-
-    python -m tests.oracle.k3_gguf FOLDER OUT.gguf
+For comparing results everything is widened to float32, the MXFP4 experts too: llama.cpp's own
+MXFP4 kernels round the activations to 8 bits, which would hide errors of the size looked for. For
+comparing speed matrices keep their published types. Only the writer of the `gguf` package is used;
+its name tables need not know Kimi K3.
 """
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +19,8 @@ from finback.checkpoint.safetensors import TensorRef
 
 ARCHITECTURE = "kimi-k3"
 TEXT = "language_model."
+FLOAT32_IN_LLAMA_CPP = ("ffn_gate_inp.weight", "ssm_conv1d_q.weight", "ssm_conv1d_k.weight")
+FLOAT32_IN_LLAMA_CPP += ("ssm_conv1d_v.weight",)
 SIGMOID = 2  # llama.cpp's number for a sigmoid router
 
 # Names inside a layer: ours on the left, llama.cpp's on the right. What needs more than
@@ -67,18 +67,23 @@ MOE = {
 EXPERT = {"w1": "ffn_gate_exps.weight", "w2": "ffn_down_exps.weight", "w3": "ffn_up_exps.weight"}
 
 
-def write_gguf(folder: Path, out: Path) -> None:
+def write_gguf(folder: Path, out: Path, *, keep_types: bool = False) -> None:
     """Convert the text model of a K3 checkpoint folder.
+
+    Args:
+        folder: The checkpoint.
+        out: The file to write.
+        keep_types: Keep BF16 matrices and MXFP4 experts as they are instead of widening them.
 
     Raises:
         ValueError: The folder holds something that llama.cpp's graph has no place for.
     """
-    converter = Converter(open_checkpoint(folder))
-    writer = gguf.GGUFWriter(out, ARCHITECTURE)
+    converter = Converter(open_checkpoint(folder), keep_types)
+    writer = gguf.GGUFWriter(out, ARCHITECTURE, use_temp_file=keep_types)
     converter.add_metadata(writer)
     add_placeholder_vocabulary(writer, converter.config)
     for name, values in converter.tensors():
-        writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
+        _add(writer, name, values, keep_types)
     if left := converter.unused():
         raise ValueError(f"{folder}: {len(left)} tensors have no place: {', '.join(left[:5])} …")
     writer.write_header_to_file()
@@ -87,12 +92,40 @@ def write_gguf(folder: Path, out: Path) -> None:
     writer.close()
 
 
+def _add(writer: gguf.GGUFWriter, name: str, values: Array, keep_types: bool) -> None:
+    """Write a tensor; with its types kept, matrices that came from BF16 go back to it exactly."""
+    if values.dtype == np.uint8:
+        writer.add_tensor(name, values, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+        return
+    values = np.ascontiguousarray(values, np.float32)
+    is_vector = min(values.shape) < 32 or values.ndim == 1 or name.endswith(FLOAT32_IN_LLAMA_CPP)
+    if not keep_types or is_vector:
+        writer.add_tensor(name, values)
+        return
+    half = (values.view(np.uint32) >> 16).astype(np.uint16)
+    writer.add_tensor(name, half.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+
+def as_ggml_blocks(codes: Bytes, scales: Bytes, shape: tuple[int, int]) -> Bytes:
+    """Reorder MXFP4 (R, C) into ggml's blocks: -> (R, C/32 · 17).
+
+    A block of 32 columns is its scale byte, then 16 bytes of which byte j holds column j low and
+    column j + 16 high; the checkpoint's byte j holds columns 2j and 2j + 1.
+    """
+    rows, columns = shape
+    pairs = codes.reshape(rows, columns // 32, 16)
+    flat = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(rows, columns // 32, 32)
+    packed = flat[..., :16] | (flat[..., 16:] << 4)
+    blocks = np.concatenate([scales.reshape(rows, columns // 32, 1), packed], axis=-1)
+    return np.ascontiguousarray(blocks.reshape(rows, -1))
+
+
 class Converter:
     """One checkpoint, with a note of which of its tensors were taken."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, keep_types: bool = False) -> None:
         """Wrap an opened folder; no weight is read before `tensors`."""
-        self.refs = checkpoint.tensors
+        self.refs, self.keep_types = checkpoint.tensors, keep_types
         self.taken: set[str] = set()
         top = Fields(checkpoint.config, f"{checkpoint.folder}/config.json: ")
         self.config = top.section("text_config")
@@ -153,7 +186,7 @@ class Converter:
         kv_heads = [int(layer in self.full) for layer in range(self.layers)]
         writer.add_array(f"{ARCHITECTURE}.attention.head_count_kv", kv_heads)
 
-    def tensors(self) -> Iterator[tuple[str, Array]]:
+    def tensors(self) -> Iterator[tuple[str, Array | Bytes]]:
         """Give every tensor of the text model under llama.cpp's name."""
         yield "token_embd.weight", self.plain("model.embed_tokens.weight")
         yield "output_norm.weight", self.plain("model.norm.weight")
@@ -163,7 +196,7 @@ class Converter:
             for name, values in self.layer_tensors(layer):
                 yield f"blk.{layer}.{name}", values
 
-    def layer_tensors(self, layer: int) -> Iterator[tuple[str, Array]]:
+    def layer_tensors(self, layer: int) -> Iterator[tuple[str, Array | Bytes]]:
         """Give the tensors of one layer, under their names inside it."""
         here = f"model.layers.{layer}."
         attention, experts = here + "self_attn.", here + "block_sparse_moe."
@@ -183,9 +216,9 @@ class Converter:
             count = self.config.integer("num_experts")
             for part, name in EXPERT.items():
                 names = [f"{experts}experts.{expert}.{part}.weight" for expert in range(count)]
-                yield name, np.stack([self.mxfp4(expert) for expert in names])
+                yield name, np.stack([self.expert(expert) for expert in names])
 
-    def renamed(self, prefix: str, names: dict[str, str]) -> Iterator[tuple[str, Array]]:
+    def renamed(self, prefix: str, names: dict[str, str]) -> Iterator[tuple[str, Array | Bytes]]:
         """Give tensors that only change their name."""
         for ours, theirs in names.items():
             yield theirs, self.plain(prefix + ours)
@@ -196,7 +229,7 @@ class Converter:
         fused: Array = norm * self.plain(f"{prefix}_proj.weight").reshape(-1)
         return fused
 
-    def split_kv(self, name: str) -> Iterator[tuple[str, Array]]:
+    def split_kv(self, name: str) -> Iterator[tuple[str, Array | Bytes]]:
         """Split each head's rows into keys, transposed for absorption, and values."""
         per_head = self.plain(name).reshape(self.heads, -1, self.config.integer("kv_lora_rank"))
         nope = self.config.integer("qk_nope_head_dim")
@@ -208,11 +241,14 @@ class Converter:
         ref = self.take(name)
         return FORMATS[PLAIN_FORMATS[ref.dtype]].unpack((read_bytes(ref),), ref.shape)
 
-    def mxfp4(self, name: str) -> Array:
-        """Read one expert matrix from its codes and scales."""
+    def expert(self, name: str) -> Array | Bytes:
+        """Read one expert matrix from its codes and scales: values, or ggml's blocks of them."""
         codes, scales = self.take(name + "_packed"), self.take(name + "_scale")
         shape = (codes.shape[0], 2 * codes.shape[1])
-        return FORMATS["mxfp4"].unpack((read_bytes(codes), read_bytes(scales)), shape)
+        parts = (read_bytes(codes), read_bytes(scales))
+        if self.keep_types:
+            return as_ggml_blocks(*parts, shape)
+        return FORMATS["mxfp4"].unpack(parts, shape)
 
     def take(self, name: str) -> TensorRef:
         """Look a tensor of the text model up, and note that it has found its place."""
@@ -243,6 +279,3 @@ def add_placeholder_vocabulary(writer: gguf.GGUFWriter, config: Fields) -> None:
     writer.add_eos_token_id(config.integer("eos_token_id"))
     writer.add_add_bos_token(False)
 
-
-if __name__ == "__main__":
-    write_gguf(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,162 @@
+"""Decoding beside llama.cpp: the same weights, everything in memory, rounds in turn.
+
+llama.cpp comes from the registry (`pip install finback[oracle]`: xllamacpp and gguf), keeps the
+checkpoint's types and may repack them, as it does by default. It runs in a process of its own,
+loaded once; between its rounds it only waits.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finback.config import Activations
+from finback.errors import FinbackError, UsageError
+from finback.kernels.library import available_threads
+from finback.llm import LLM
+
+PROMPT = [5, 17, 99]
+WAYS: tuple[Activations, ...] = ("int16", "int8", "float32")
+
+
+@dataclass(slots=True)
+class PeerReport:
+    """Tokens a second of every engine: medians, and all rounds."""
+
+    threads: int
+    tokens: int
+    bytes_per_token: int
+    tokens_per_s: dict[str, float] = field(default_factory=dict)
+    of_llama_cpp: dict[str, float] = field(default_factory=dict)
+    rounds: dict[str, list[float]] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Give the report as plain values."""
+        return asdict(self)
+
+
+def compare_with_llama_cpp(
+    folder: Path,
+    gguf: Path,
+    tokens: int = 32,
+    rounds: int = 5,
+    threads: int | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> PeerReport:
+    """Decode with both, in alternating rounds.
+
+    Args:
+        folder: A K3 checkpoint that fits into memory three times.
+        gguf: The same as GGUF; written if it is not there.
+        tokens: Tokens a round.
+        rounds: Rounds of each engine; medians are reported.
+        threads: Computing threads of both; all cores if None.
+        progress: Told what is being done.
+
+    Raises:
+        UsageError: The registry packages are not installed.
+        FinbackError: llama.cpp did not run.
+    """
+    _require_packages()
+    from finback.checkpoint.index import open_checkpoint
+    from finback.planner.footprint import measure_footprint
+
+    threads = threads or available_threads()
+    if not gguf.exists():
+        from finback.bench.gguf_writer import write_gguf
+
+        progress("writing the same weights as GGUF")
+        write_gguf(folder, gguf.with_suffix(".part"), keep_types=True)
+        gguf.with_suffix(".part").replace(gguf)
+    footprint = measure_footprint(open_checkpoint(folder))
+    spine = footprint.spine_bytes - footprint.bytes_by_role["embedding"]
+    report = PeerReport(threads, tokens, footprint.expert_bytes_per_token + spine)
+    with ExitStack() as stack:
+        progress("loading")
+        engines: dict[str, Callable[[], float]] = {}
+        for way in WAYS:
+            options: dict[str, Any] = {"threads": threads, "activations": way}
+            llm = stack.enter_context(
+                LLM(folder, expert_cache_bytes=footprint.expert_bytes, **options)
+            )
+            engines[f"finback {way}"] = lambda llm=llm: _decode(llm, tokens)  # type: ignore[misc]
+        peer = stack.enter_context(_LlamaCpp(gguf, threads))
+        engines["llama.cpp"] = lambda: peer.decode(tokens)
+        for run in engines.values():
+            run()
+        for number in range(rounds):
+            for name, run in engines.items():
+                progress(f"round {number + 1} of {rounds}: {name}")
+                report.rounds.setdefault(name, []).append(run())
+    report.tokens_per_s = {n: statistics.median(r) for n, r in report.rounds.items()}
+    theirs = report.tokens_per_s["llama.cpp"]
+    report.of_llama_cpp = {n: rate / theirs for n, rate in report.tokens_per_s.items()}
+    return report
+
+
+def _decode(llm: LLM, tokens: int) -> float:
+    done = llm.generate(PROMPT, max_tokens=tokens, temperature=0, ignore_eos=True)
+    return done.stats.tokens_per_s
+
+
+def _require_packages() -> None:
+    from importlib.util import find_spec
+
+    if any(find_spec(name) is None for name in ("gguf", "xllamacpp")):
+        raise UsageError("llama.cpp is not installed; pip install 'finback[oracle]'")
+
+
+class _LlamaCpp:
+    """A process that decodes when told to."""
+
+    def __init__(self, gguf: Path, threads: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "finback.bench.peers", str(gguf), str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def decode(self, tokens: int) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{tokens}\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                rate: float = json.loads(line)["tokens_per_s"]
+                return rate
+        raise FinbackError(f"llama.cpp ended with code {self._process.wait()}")
+
+    def __enter__(self) -> "_LlamaCpp":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def _serve(gguf: str, threads: int) -> None:
+    """Be the other process."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = gguf
+    params.n_ctx, params.n_parallel, params.n_gpu_layers = 512, 1, 0
+    params.warmup = False
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    server = xllamacpp.Server(params)
+    for line in sys.stdin:
+        body = {"prompt": PROMPT, "max_tokens": int(line), "temperature": 0, "ignore_eos": True}
+        reply = server.handle_completions(body)
+        print(json.dumps({"tokens_per_s": reply["timings"]["predicted_per_second"]}), flush=True)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], int(sys.argv[2]))
