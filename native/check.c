@@ -97,7 +97,7 @@ static void check_products(void) {
         finback_weight w = weight(format, rows, cols);
         float *x = floats(TOKENS * cols), *y = floats(TOKENS * rows), *one = floats(TOKENS * rows);
         finback_set_threads(1);
-        finback_linear(x, TOKENS, &w, bits, y);
+        finback_linears(x, TOKENS, &(const finback_weight *){&w}, 1, bits, y);
         const double limit = bits == 0 ? 1e-6 : bits == 16 ? 1e-4 : 3e-2;
         for (int64_t t = 0; t < TOKENS; t++)
           for (int64_t r = 0; r < rows; r++) {
@@ -110,7 +110,7 @@ static void check_products(void) {
           }
         for (int64_t count = 1; count <= TOKENS; count++) {
           finback_set_threads(1 + (int)(count % 3));
-          finback_linear(x, count, &w, bits, one);
+          finback_linears(x, count, &(const finback_weight *){&w}, 1, bits, one);
           for (int64_t i = 0; i < count * rows; i++)
             expect(one[i] == y[i], "bits of fewer rows", one[i], y[i]);
         }
@@ -127,12 +127,6 @@ static void check_rows(void) {
     float *x = floats(ROWS * width), *w = floats(width), *u = floats(ROWS * width);
     float *y = floats(ROWS * width);
     for (int64_t i = 0; i < ROWS * width; i++) x[i] *= 9, u[i] *= 9;
-    finback_activation situ = {FINBACK_SITU_BOUNDED, 4, 25};
-    finback_glu(x, u, &situ, ROWS, width, y);
-    for (int64_t i = 0; i < ROWS * width; i++) {
-      double wanted = 4 * tanh(x[i] / 4.0) * sigmoid(x[i]) * 25 * tanh(u[i] / 25.0);
-      expect(fabs(y[i] - wanted) <= 1e-6 * (1 + fabs(wanted)), "situ", y[i], wanted);
-    }
     finback_gated(x, u, ROWS, width, y);
     for (int64_t i = 0; i < ROWS * width; i++)
       expect(fabs(y[i] - x[i] * sigmoid(u[i])) <= 2e-6 * (1 + fabs(x[i])), "gated", y[i], 0);
@@ -150,39 +144,115 @@ static void check_rows(void) {
   puts("ok rows");
 }
 
-static void check_delta(void) {
-  enum { T = 5, H = 3, K = 20 };
-  float *q = floats(T * H * K), *k = floats(T * H * K), *v = floats(T * H * K);
-  float *g = floats(T * H * K), *beta = floats(T * H), *out = floats(T * H * K);
-  float *state = calloc(H * K * K, sizeof(float));
-  double S[H][K][K] = {{{0}}};
-  for (int i = 0; i < T * H * K; i++) g[i] = -fabsf(g[i]);
-  finback_delta_rule(q, k, v, g, beta, state, T, H, K, out);
-  for (int t = 0; t < T; t++)
-    for (int h = 0; h < H; h++) {
-      const int at = (t * H + h) * K;
-      double e[K], o[K] = {0};
-      for (int c = 0; c < K; c++) {
-        e[c] = v[at + c];
-        for (int i = 0; i < K; i++) {
-          S[h][i][c] *= exp(g[at + i]);
-          e[c] -= k[at + i] * S[h][i][c];
+/* Routed feed-forwards against the same ones alone, and those against float64. */
+static void check_feeds(void) {
+  enum { T = 7, D = 64, N = 96, K = 2, E = 3 };
+  const finback_activation situ = {FINBACK_SITU_BOUNDED, 4, 25};
+  for (int format = 0; format < 7; format++) {
+    finback_weight w[3 * E];
+    const finback_weight *list[3 * E];
+    for (int i = 0; i < 3 * E; i++) {
+      w[i] = i % 3 == 1 ? weight(format, D, N) : weight(format, N, D);
+      list[i] = &w[i];
+    }
+    float *x = floats(T * D), *y = floats(T * D), *parts = floats(T * K * D);
+    int64_t ids[T * K], numbers[E] = {4, 0, 9};
+    for (int t = 0; t < T; t++) ids[t * K] = numbers[t % 3], ids[t * K + 1] = numbers[(t + 1) % 3];
+    finback_set_threads(2);
+    finback_experts(x, T, ids, K, numbers, list, E, &situ, 0, parts);
+    for (int e = 0; e < E; e++) {
+      finback_mlp(x, T, list + 3 * e, &situ, 0, y);
+      for (int at = 0; at < T * K; at++)
+        for (int c = 0; ids[at] == numbers[e] && c < D; c++)
+          expect(parts[at * D + c] == y[at / K * D + c], "expert", parts[at * D + c], y[at / K * D + c]);
+      for (int t = 0; t < T; t++) {
+        double inner[N];
+        for (int n = 0; n < N; n++) {
+          double g = 0, u = 0;
+          for (int c = 0; c < D; c++) {
+            g += element(list[3 * e], n, c) * x[t * D + c];
+            u += element(list[3 * e + 2], n, c) * x[t * D + c];
+          }
+          inner[n] = 4 * tanh(g / 4) * sigmoid(g) * 25 * tanh(u / 25);
         }
-        for (int i = 0; i < K; i++) {
-          S[h][i][c] += beta[t * H + h] * k[at + i] * e[c];
-          o[c] += q[at + i] * S[h][i][c];
+        for (int c = 0; c < D; c++) {
+          double sum = 0, size = 1e-3;
+          for (int n = 0; n < N; n++) {
+            double product = element(list[3 * e + 1], c, n) * inner[n];
+            sum += product, size += fabs(product);
+          }
+          expect(fabs(y[t * D + c] - sum) <= 2e-4 * size, "feed", y[t * D + c], sum);
         }
-        expect(fabs(out[at + c] - o[c]) < 1e-4 * (1 + fabs(o[c])), "delta", out[at + c], o[c]);
       }
     }
-  free(q), free(k), free(v), free(g), free(beta), free(out), free(state);
-  puts("ok delta rule");
+    for (int i = 0; i < 3 * E; i++) free((void *)w[i].data), free((void *)w[i].scale);
+    free(x), free(y), free(parts);
+  }
+  puts("ok feed-forwards");
+}
+
+static void check_delta(void) {
+  enum { T = 5, H = 3, K = 20, J = 4, C = H * K };
+  float *q = floats(T * C), *k = floats(T * C), *v = floats(T * C), *g = floats(T * C);
+  float *gate = floats(T * C), *beta = floats(T * H), *out = floats(T * C);
+  float *taps = floats(3 * J * C), *dt = floats(C), *a = floats(H), *norm = floats(K);
+  for (int with_bound = 0; with_bound < 2; with_bound++) {
+    const float bound = with_bound ? -5 : 0;
+    float *state = calloc(H * K * K, sizeof(float)), *history = calloc(3 * (J - 1) * C, sizeof(float));
+    double S[H][K][K] = {{{0}}};
+    const finback_delta d = {T, H, K, J, q, k, v, g, beta, gate};
+    const finback_delta_weights w = {taps, dt, a, norm, bound, 1e-5f};
+    finback_set_threads(2);
+    finback_delta_attention(&d, &w, history, state, out);
+    for (int t = 0; t < T; t++)
+      for (int h = 0; h < H; h++) {
+        const float *const inputs[3] = {q, k, v};
+        double z[3][K], size[2] = {1e-6, 1e-6}, e[K], o[K], mean = 1e-5;
+        for (int n = 0; n < 3; n++)
+          for (int i = 0; i < K; i++) {
+            double sum = 0;
+            for (int j = 0; j < J; j++)
+              if (t - J + 1 + j >= 0)
+                sum += taps[(n * J + j) * C + h * K + i] * inputs[n][(t - J + 1 + j) * C + h * K + i];
+            z[n][i] = sum * sigmoid(sum);
+            if (n < 2) size[n] += z[n][i] * z[n][i];
+          }
+        for (int i = 0; i < K; i++) {
+          const int at = t * C + h * K + i;
+          double x = g[at] + (double)dt[h * K + i], rate = exp(a[h]);
+          double decay = bound ? bound * sigmoid(rate * x) : -rate * log1p(exp(x));
+          z[0][i] /= sqrt(size[0]) * sqrt(K), z[1][i] /= sqrt(size[1]);
+          for (int c = 0; c < K; c++) S[h][i][c] *= exp(decay);
+        }
+        for (int c = 0; c < K; c++) {
+          e[c] = z[2][c], o[c] = 0;
+          for (int i = 0; i < K; i++) e[c] -= z[1][i] * S[h][i][c];
+          for (int i = 0; i < K; i++) {
+            S[h][i][c] += sigmoid(beta[t * H + h]) * z[1][i] * e[c];
+            o[c] += z[0][i] * S[h][i][c];
+          }
+          mean += o[c] * o[c] / K;
+        }
+        for (int c = 0; c < K; c++) {
+          const int at = t * C + h * K + c;
+          double wanted = o[c] / sqrt(mean) * norm[c] * sigmoid(gate[at]);
+          expect(fabs(out[at] - wanted) < 2e-5 * (1 + fabs(wanted)), "delta", out[at], wanted);
+        }
+      }
+    for (int i = 0; i < C; i++)
+      expect(history[2 * C + i] == q[(T - 1) * C + i], "history", history[2 * C + i], 0);
+    free(state), free(history);
+  }
+  free(q), free(k), free(v), free(g), free(gate), free(beta), free(out);
+  free(taps), free(dt), free(a), free(norm);
+  puts("ok delta attention");
 }
 
 int main(void) {
   printf("%s\n", finback_isa());
   check_products();
   check_rows();
+  check_feeds();
   check_delta();
   puts("ok all");
   return 0;

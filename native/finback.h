@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define FINBACK_ABI 6
+#define FINBACK_ABI 7
 #define FINBACK_API __attribute__((visibility("default")))
 
 /* The number of this interface; the caller refuses a library with another one. */
@@ -48,10 +48,12 @@ typedef struct {
   const void *scale; /* NULL for plain formats */
 } finback_weight;
 
-/* y = x · weightᵀ. With bits 0 products and sums are float32, fused. With 16 or 8, and MXFP4 weights,
- * x is first rounded to whole numbers of so many bits, one scale per 32 columns. */
-FINBACK_API void finback_linear(const float *x, int64_t tokens, const finback_weight *w,
-                                int32_t bits, float *y);
+/* The products of the same rows with several weights, one (T, rows) after the other in y. With bits 0
+ * products and sums are float32, fused. With 16 or 8, and MXFP4 weights, x is first rounded to whole
+ * numbers of so many bits, one scale per 32 columns. All weights have as many columns as x. */
+FINBACK_API void finback_linears(const float *x, int64_t tokens,
+                                 const finback_weight *const *weights, int64_t count, int32_t bits,
+                                 float *y);
 
 enum finback_activation_kind { FINBACK_SILU = 0, FINBACK_SITU = 1, FINBACK_SITU_BOUNDED = 2 };
 
@@ -59,6 +61,10 @@ typedef struct {
   int32_t kind;
   float beta, linear;
 } finback_activation;
+
+/* y (T, w2.rows) = w2 · glu(w1 · x, w3 · x). */
+FINBACK_API void finback_mlp(const float *x, int64_t tokens, const finback_weight *const *weights,
+                             const finback_activation *a, int32_t bits, float *y);
 
 /* Experts by number, three weights each: w1, w2, w3. ids is (T, k), parts (T, k, w1.cols).
  * Where ids names one of them, its w2 · glu(w1 · x, w3 · x) is written to parts; the rest stays. */
@@ -75,41 +81,45 @@ FINBACK_API void finback_combine(const float *parts, const float *shares, int64_
 
 FINBACK_API void finback_rms_norm(const float *x, const float *w, float eps, int64_t rows,
                                   int64_t width, float *y);
-FINBACK_API void finback_unit(const float *x, float scale, int64_t rows, int64_t width, float *y);
-FINBACK_API void finback_mix(const float *const *entries, int64_t count, const float *w, float eps,
-                             int64_t rows, int64_t width, float *y);
-FINBACK_API void finback_glu(const float *gate, const float *up, const finback_activation *a,
-                             int64_t rows, int64_t width, float *y);
 
-/* y = x · sigmoid(gate), or sigmoid(gate) where x is NULL. */
+/* Fold entries (rows, width), `count` of them, by a softmax over their normalised products with w; then
+ * a norm with the weight `norm`. Both use eps. */
+FINBACK_API void finback_mix(const float *const *entries, int64_t count, const float *w,
+                             const float *norm, float eps, int64_t rows, int64_t width, float *y);
+
+/* y = x · sigmoid(gate) */
 FINBACK_API void finback_gated(const float *x, const float *gate, int64_t rows, int64_t width,
                                float *y);
 
-/* x and y (T, H, K), a_log (H): bound · sigmoid(e^a x), or -e^a softplus(x) where bound is 0. */
-FINBACK_API void finback_decay(const float *x, const float *a_log, float bound, int64_t tokens,
-                               int64_t heads, int64_t width, float *y);
-
 /* --- what remembers -------------------------------------------------------------------------------- */
 
-/* x and y (T, C), history (J-1, C) updated in place, taps (J, C). */
-FINBACK_API void finback_short_conv(const float *x, float *history, const float *taps,
-                                    int64_t tokens, int64_t channels, int64_t num_taps, float *y);
+/* Tokens of one sequence, as the products with the weights gave them, C = heads · width:
+ * q, k, v, decay, gate (T, C); beta (T, H). */
+typedef struct {
+  int64_t tokens, heads, width, taps;
+  const float *q, *k, *v, *decay, *beta, *gate;
+} finback_delta;
 
-/* q, k, v, decay, out (T, H, K); beta (T, H); state (H, K, K), key by value, updated in place. */
-FINBACK_API void finback_delta_rule(const float *q, const float *k, const float *v,
-                                    const float *decay, const float *beta, float *state,
-                                    int64_t tokens, int64_t heads, int64_t width, float *out);
+/* taps (3, J, C) of q, k and v; dt_bias (C); a_log (H); norm (K); bound 0 means none. */
+typedef struct {
+  const float *taps, *dt_bias, *a_log, *norm;
+  float bound, eps;
+} finback_delta_weights;
+
+/* history (3, J-1, C) and state (H, K, K), key by value, are advanced in place; out (T, C). */
+FINBACK_API void finback_delta_attention(const finback_delta *d, const finback_delta_weights *w,
+                                         float *history, float *state, float *out);
 
 typedef struct {
   int64_t tokens, seen, heads, nope, extra, rank, value; /* the last `tokens` of `seen` rows are new */
   float scale;
 } finback_latent;
 
-/* q (T, H, nope), extra (T, H, extra), rows (seen, rank + extra), key (H, nope, rank),
- * value (H, value, rank), out (T, H, value). */
+/* q (T, H, nope + extra), rows (seen, rank + extra), key (H, nope, rank), value (H, value, rank),
+ * out (T, H, value). */
 FINBACK_API void finback_latent_attention(const finback_latent *a, const float *q,
-                                          const float *extra, const float *rows, const float *key,
-                                          const float *value, float *out);
+                                          const float *rows, const float *key, const float *value,
+                                          float *out);
 
 /* --- routing ---------------------------------------------------------------------------------------- */
 

@@ -6,8 +6,14 @@
 
 /* name, parameters, arguments: of every public kernel, in the order of finback.h */
 #define EACH_KERNEL(K)                                                                             \
-  K(linear, (const float *x, int64_t tokens, const finback_weight *w, int32_t bits, float *y),      \
-    (x, tokens, w, bits, y))                                                                       \
+  K(linears,                                                                                       \
+    (const float *x, int64_t tokens, const finback_weight *const *weights, int64_t count,          \
+     int32_t bits, float *y),                                                                      \
+    (x, tokens, weights, count, bits, y))                                                          \
+  K(mlp,                                                                                           \
+    (const float *x, int64_t tokens, const finback_weight *const *weights,                         \
+     const finback_activation *a, int32_t bits, float *y),                                         \
+    (x, tokens, weights, a, bits, y))                                                              \
   K(experts,                                                                                       \
     (const float *x, int64_t tokens, const int64_t *ids, int64_t top_k, const int64_t *numbers,    \
      const finback_weight *const *weights, int64_t count, const finback_activation *a,             \
@@ -19,34 +25,20 @@
     (parts, shares, tokens, top_k, width, y))                                                      \
   K(rms_norm, (const float *x, const float *w, float eps, int64_t rows, int64_t width, float *y),  \
     (x, w, eps, rows, width, y))                                                                   \
-  K(unit, (const float *x, float scale, int64_t rows, int64_t width, float *y),                    \
-    (x, scale, rows, width, y))                                                                    \
   K(mix,                                                                                           \
-    (const float *const *entries, int64_t count, const float *w, float eps, int64_t rows,          \
-     int64_t width, float *y),                                                                     \
-    (entries, count, w, eps, rows, width, y))                                                      \
-  K(glu,                                                                                           \
-    (const float *gate, const float *up, const finback_activation *a, int64_t rows, int64_t width, \
-     float *y),                                                                                    \
-    (gate, up, a, rows, width, y))                                                                 \
+    (const float *const *entries, int64_t count, const float *w, const float *norm, float eps,     \
+     int64_t rows, int64_t width, float *y),                                                       \
+    (entries, count, w, norm, eps, rows, width, y))                                                \
   K(gated, (const float *x, const float *gate, int64_t rows, int64_t width, float *y),             \
     (x, gate, rows, width, y))                                                                     \
-  K(decay,                                                                                         \
-    (const float *x, const float *a_log, float bound, int64_t tokens, int64_t heads,               \
-     int64_t width, float *y),                                                                     \
-    (x, a_log, bound, tokens, heads, width, y))                                                    \
-  K(short_conv,                                                                                    \
-    (const float *x, float *history, const float *taps, int64_t tokens, int64_t channels,          \
-     int64_t num_taps, float *y),                                                                  \
-    (x, history, taps, tokens, channels, num_taps, y))                                             \
-  K(delta_rule,                                                                                    \
-    (const float *q, const float *k, const float *v, const float *decay, const float *beta,        \
-     float *state, int64_t tokens, int64_t heads, int64_t width, float *out),                      \
-    (q, k, v, decay, beta, state, tokens, heads, width, out))                                      \
+  K(delta_attention,                                                                               \
+    (const finback_delta *d, const finback_delta_weights *w, float *history, float *state,         \
+     float *out),                                                                                  \
+    (d, w, history, state, out))                                                                   \
   K(latent_attention,                                                                              \
-    (const finback_latent *a, const float *q, const float *extra, const float *rows,               \
-     const float *key, const float *value, float *out),                                            \
-    (a, q, extra, rows, key, value, out))                                                          \
+    (const finback_latent *a, const float *q, const float *rows, const float *key,                 \
+     const float *value, float *out),                                                              \
+    (a, q, rows, key, value, out))                                                                 \
   K(route,                                                                                         \
     (const float *logits, const float *bias, const finback_router *r, int64_t tokens,              \
      int64_t *ids, float *weights),                                                                \
@@ -57,14 +49,6 @@
 #define DECLARE_AVX2(name, parameters, arguments) void name##_avx2 parameters;
 #define DECLARE_AVX512(name, parameters, arguments) void name##_avx512 parameters;
 #define DECLARE_NEON(name, parameters, arguments) void name##_neon parameters;
-/* quantised.c; reached through linear */
-#define ROUNDED(isa)                                                                               \
-  void linear_rounded_##isa(const float *x, int64_t tokens, const finback_weight *w, int32_t bits, \
-                            float *y);
-ROUNDED(base)
-ROUNDED(avx2)
-ROUNDED(avx512)
-ROUNDED(neon)
 EACH_KERNEL(DECLARE_BASE)
 EACH_KERNEL(DECLARE_AVX2)
 EACH_KERNEL(DECLARE_AVX512)

@@ -12,19 +12,19 @@
  * Columns are padded with zeros to a multiple of 32; a product with zero changes no sum. */
 #include <stdlib.h>
 
-#include "kernels.h"
-#include "simd.h"
+#include "products.h"
 #include "threads.h"
 
-enum { BLOCK = 32, PER = BLOCK / VL, TILE_R = 4, CHUNK_ROWS = 16, AHEAD = 8192, WORTH_SHARING = 1 << 17 };
+enum { BLOCK = 32, PER = BLOCK / VL, TILE_R = 4, AHEAD = 8192 };
 enum { COLUMNS = 512, MANY = 96 }; /* the blocks that many rows of x are cut into */
 
+/* A product whose rows are PLAIN or EVEN_FIRST. */
 typedef struct {
-  const float *x; /* (tokens, padded), permuted where the format's widening permutes */
+  const float *x; /* (tokens, padded) */
   int64_t tokens, padded;
   const finback_weight *w;
   float *y;
-} product;
+} float_product;
 
 /* --- widening a block of 32 columns -------------------------------------------------------------- */
 
@@ -82,7 +82,7 @@ static void widen_tail(int format, const uint8_t *data, int64_t cols, float fact
 /* --- few rows of x ------------------------------------------------------------------------------- */
 
 /* `rows` (1 to 4) rows of weights by `tokens` (1 to TILE_T) rows of x; both known to the compiler. */
-INLINE void few(int format, const product *p, int64_t r, int rows, int64_t t, int tokens) {
+INLINE void few(int format, const float_product *p, int64_t r, int rows, int64_t t, int tokens) {
   const int64_t cols = p->w->cols, whole = cols / BLOCK, stride = bytes_of(format, cols);
   const int64_t step = bytes_of(format, BLOCK);
   const uint8_t *data = (const uint8_t *)p->w->data + r * stride;
@@ -145,7 +145,7 @@ INLINE void few(int format, const product *p, int64_t r, int rows, int64_t t, in
  * of columns; a sum that was stored and loaded is the same sum. */
 
 /* Widen `count` columns of a row, from column `from`; both are multiples of 32, zeros past the end. */
-INLINE void widen_columns(int format, const product *p, int64_t r, int64_t from, int64_t count,
+INLINE void widen_columns(int format, const float_product *p, int64_t r, int64_t from, int64_t count,
                           float *to) {
   const int64_t cols = p->w->cols;
   const uint8_t *row = (const uint8_t *)p->w->data + r * bytes_of(format, cols);
@@ -187,7 +187,7 @@ INLINE void tiles_of(const float *panel, int rows, const float *x, int64_t strid
   }
 }
 
-INLINE void chunk_of_many(int format, const product *p, int64_t first, int64_t rows) {
+INLINE void chunk_of_many(int format, const float_product *p, int64_t first, int64_t rows) {
   float *panel = finback_alloc((size_t)(CHUNK_ROWS * COLUMNS) * sizeof(float));
   float *sums = finback_alloc((size_t)(CHUNK_ROWS * MANY * VL) * sizeof(float));
   for (int64_t t = 0; t < p->tokens; t += MANY) {
@@ -213,7 +213,7 @@ INLINE void chunk_of_many(int format, const product *p, int64_t first, int64_t r
   free(panel);
 }
 
-INLINE void chunk_of(int format, const product *p, int64_t chunk) {
+INLINE void chunk_of(int format, const float_product *p, int64_t chunk) {
   int64_t r = chunk * CHUNK_ROWS, end = r + CHUNK_ROWS;
   if (end > p->w->rows) end = p->w->rows;
   if (p->tokens > TILE_T) {
@@ -228,52 +228,17 @@ INLINE void chunk_of(int format, const product *p, int64_t chunk) {
 #undef CALL
 }
 
-static void chunk_f32(void *p, int64_t chunk) { chunk_of(FINBACK_F32, p, chunk); }
-static void chunk_bf16(void *p, int64_t chunk) { chunk_of(FINBACK_BF16, p, chunk); }
-static void chunk_f16(void *p, int64_t chunk) { chunk_of(FINBACK_F16, p, chunk); }
-static void chunk_mxfp4(void *p, int64_t chunk) { chunk_of(FINBACK_MXFP4, p, chunk); }
-static void chunk_int8(void *p, int64_t chunk) { chunk_of(FINBACK_INT8, p, chunk); }
-static void chunk_int4(void *p, int64_t chunk) { chunk_of(FINBACK_INT4, p, chunk); }
-static void chunk_fp8(void *p, int64_t chunk) { chunk_of(FINBACK_FP8, p, chunk); }
-
-/* --- entry --------------------------------------------------------------------------------------- */
-
-/* Pad rows of x with zeros, and within each 32 put even columns first where widening does. */
-static float *prepare(const float *x, int64_t tokens, int64_t cols, int64_t padded, int permute) {
-  float *out = finback_alloc((size_t)(tokens * padded) * sizeof(float));
-  for (int64_t t = 0; t < tokens; t++) {
-    const float *from = x + t * cols;
-    float *to = out + t * padded;
-    if (permute)
-      for (int64_t b = 0; b < cols; b += BLOCK)
-        for (int i = 0; i < BLOCK / 2; i++) {
-          to[b + i] = from[b + 2 * i];
-          to[b + BLOCK / 2 + i] = from[b + 2 * i + 1];
-        }
-    else
-      memcpy(to, from, (size_t)cols * sizeof(float));
-    memset(to + cols, 0, (size_t)(padded - cols) * sizeof(float));
+void ISA(float_chunk)(const product *q, int64_t chunk) {
+  const prepared_rows *rows = q->x;
+  const float *x = (const float *)rows->values + q->first * rows->steps;
+  const float_product p = {x, q->tokens, rows->steps, q->w, q->y};
+  switch (q->w->format) { /* straight code for each */
+    case FINBACK_F32: chunk_of(FINBACK_F32, &p, chunk); break;
+    case FINBACK_BF16: chunk_of(FINBACK_BF16, &p, chunk); break;
+    case FINBACK_F16: chunk_of(FINBACK_F16, &p, chunk); break;
+    case FINBACK_MXFP4: chunk_of(FINBACK_MXFP4, &p, chunk); break;
+    case FINBACK_INT8: chunk_of(FINBACK_INT8, &p, chunk); break;
+    case FINBACK_INT4: chunk_of(FINBACK_INT4, &p, chunk); break;
+    default: chunk_of(FINBACK_FP8, &p, chunk);
   }
-  return out;
-}
-
-void ISA(linear)(const float *x, int64_t tokens, const finback_weight *w, int32_t bits, float *y) {
-  static void (*const chunks[])(void *, int64_t) = {
-      chunk_f32, chunk_bf16, chunk_f16, chunk_mxfp4, chunk_int8, chunk_int4, chunk_fp8};
-  if (tokens == 0) return; /* a step in which no row is wanted */
-  if (bits && w->format == FINBACK_MXFP4) {
-    ISA(linear_rounded)(x, tokens, w, bits, y);
-    return;
-  }
-  int64_t padded = (w->cols + BLOCK - 1) / BLOCK * BLOCK;
-  int permute = is_packed(w->format);
-  float *prepared = NULL;
-  if (permute || padded != w->cols) prepared = prepare(x, tokens, w->cols, padded, permute);
-  product p = {prepared ? prepared : x, tokens, padded, w, y};
-  int64_t count = (w->rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
-  if (w->rows * padded * tokens >= WORTH_SHARING)
-    finback_parallel(count, chunks[w->format], &p);
-  else
-    for (int64_t chunk = 0; chunk < count; chunk++) chunks[w->format](&p, chunk);
-  free(prepared);
 }

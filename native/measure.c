@@ -25,6 +25,6 @@ static void read_piece(void *context, int64_t piece) {
 
 void ISA(read_memory)(const void *data, int64_t bytes, float *largest) {
   read_job j = {.data = data, .bytes = bytes};
-  finback_parallel((bytes + PIECE - 1) / PIECE, read_piece, &j);
+  finback_parallel((bytes + PIECE - 1) / PIECE, bytes / 16, read_piece, &j);
   *largest = j.sums[0];
 }

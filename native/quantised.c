@@ -14,15 +14,14 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "functions.h"
-#include "kernels.h"
+#include "products.h"
 #include "threads.h"
 
-enum { GROUP = 32, STEP = GROUP * GROUPS, TILE_R = 4, CHUNK_ROWS = 16, AHEAD = 8192 };
-enum { WORTH_SHARING = 1 << 17, MANY = 64 }; /* so many rows of x stay in the cache */
+enum { GROUP = 32, STEP = GROUP * GROUPS, TILE_R = 4, AHEAD = 8192 };
+enum { MANY = 64 }; /* so many rows of x stay in the cache */
 #define TILE_Q (VL >= 16 ? 4 : VL >= 8 ? 2 : 2)
 
-/* A step is GROUPS groups: what one vector of codes holds. */
+/* A product whose rows are INT16 or INT8. A step is GROUPS groups: what one vector of codes holds. */
 typedef struct {
   const void *q;       /* (tokens, steps, STEP) int16 or int8, in the order of codes_16, codes_8 */
   const float *scales; /* (tokens, steps, VL) */
@@ -30,7 +29,7 @@ typedef struct {
   int64_t tokens, steps;
   const finback_weight *w;
   float *y;
-} product;
+} rounded_product;
 
 /* --- rounding ------------------------------------------------------------------------------------ */
 
@@ -38,34 +37,73 @@ typedef struct {
 INLINE int64_t place16(int c) { return (int64_t)((c & 1) * 2 + c / 16) * 8 * GROUPS + (c % 16) / 2; }
 INLINE int64_t place8(int c) { return (int64_t)(c & 1) * 16 * GROUPS + c / 2; }
 
-static void round_row(const float *x, int64_t cols, int64_t steps, int bits, void *q, float *scales,
-                      int32_t *offsets) {
+/* The nearest whole number, ties to even, of a value below 2^22; loops over it become vectors. */
+INLINE int32_t nearest(float value) {
+  const float shifted = value + 12582912.0f; /* 1.5 · 2^23: the fraction is rounded away */
+  int32_t bits;
+  memcpy(&bits, &shifted, sizeof bits);
+  return bits - 0x4B400000;
+}
+
+INLINE void round_group(const float *v, int bits, int16_t *q16, int8_t *q8, float *scale,
+                        int32_t sums[4]) {
   const float largest = bits == 16 ? 32767.0f : 127.0f;
-  const float undo = bits == 16 ? 0.5f / 256.0f : 0.5f;
-  int16_t *q16 = q;
-  int8_t *q8 = q;
-  for (int64_t g = 0; g < steps * GROUPS; g++) {
-    const int64_t step = g / GROUPS, lane = g % GROUPS;
-    const int has_columns = g * GROUP < cols;
-    const float *v = x + g * GROUP;
-    float size = 0;
-    for (int c = 0; has_columns && c < GROUP; c++) size = fmaxf(size, fabsf(v[c]));
-    const float scale = size / largest, inverse = size > 0 ? largest / size : 0;
-    int32_t sums[4] = {0, 0, 0, 0};
-    for (int c = 0; c < GROUP; c++) {
-      int whole = has_columns ? (int)lrintf(v[c] * inverse) : 0;
-      if (bits == 16) {
-        q16[step * STEP + lane * 8 + place16(c)] = (int16_t)whole;
-      } else {
-        q8[step * STEP + lane * 16 + place8(c)] = (int8_t)whole;
-        sums[c / 2 / 4] += whole;
+  vf sizes = vf_zero(), zeros = vf_zero();
+  for (int c = 0; c < GROUP; c += VL) {
+    sizes = vf_max(sizes, vf_abs(vf_load(v + c)));
+    zeros = vf_fma(vf_load(v + c), vf_zero(), zeros);
+  }
+  const float lost = vf_sum(zeros);
+  float lanes[VL], size = 0;
+  vf_store(lanes, sizes);
+  for (int i = 0; i < VL; i++) size = lanes[i] > size ? lanes[i] : size;
+  const float inverse = size > 0 ? largest / size : 0;
+  *scale = size / largest + lost; /* no number in, no number out */
+  int32_t whole[GROUP];
+  for (int c = 0; c < GROUP; c++) whole[c] = nearest(v[c] * inverse);
+  if (bits == 16) {
+    for (int half = 0; half < 2; half++)
+      for (int i = 0; i < 8; i++) {
+        q16[place16(16 * half) + i] = (int16_t)whole[16 * half + 2 * i];
+        q16[place16(16 * half + 1) + i] = (int16_t)whole[16 * half + 2 * i + 1];
       }
-    }
+    return;
+  }
+  for (int i = 0; i < 16; i++) {
+    q8[place8(0) + i] = (int8_t)whole[2 * i];
+    q8[place8(1) + i] = (int8_t)whole[2 * i + 1];
+  }
+  for (int i = 0; i < 4; i++) {
+    sums[i] = 0;
+    for (int k = 0; k < 8; k++) sums[i] += whole[8 * i + k];
+  }
+}
+
+INLINE void round_row_to(int bits, const prepared_rows *rows, int64_t row, const float *x) {
+  const float undo = bits == 16 ? 0.5f / 256.0f : 0.5f;
+  int16_t *q16 = (int16_t *)rows->values + row * rows->steps * STEP;
+  int8_t *q8 = (int8_t *)rows->values + row * rows->steps * STEP;
+  float *scales = rows->scales + row * rows->steps * VL;
+  int32_t *offsets = rows->offsets ? rows->offsets + row * rows->steps * VL : NULL;
+  const float nothing[GROUP] = {0};
+  for (int64_t g = 0; g < rows->steps * GROUPS; g++) {
+    const int64_t step = g / GROUPS, lane = g % GROUPS;
+    const float *v = g * GROUP < rows->cols ? x + g * GROUP : nothing;
+    float scale;
+    int32_t sums[4] = {0};
+    round_group(v, bits, q16 + step * STEP + lane * 8, q8 + step * STEP + lane * 16, &scale, sums);
     for (int i = 0; i < 4; i++) {
       scales[step * VL + lane * 4 + i] = scale * undo;
       if (offsets) offsets[step * VL + lane * 4 + i] = -OFFSET_8 * sums[i];
     }
   }
+}
+
+void ISA(round_row)(const prepared_rows *rows, int64_t row, const float *x) {
+  if (rows->form == INT16)
+    round_row_to(16, rows, row, x);
+  else
+    round_row_to(8, rows, row, x);
 }
 
 /* --- one group of rows and tokens ------------------------------------------------------------------ */
@@ -91,7 +129,7 @@ INLINE void widen_step(const finback_weight *w, int64_t row, int64_t step, int b
   *scales = scales_of(bytes);
 }
 
-INLINE vf advance(const product *p, int64_t t, int64_t step, int bits, const vi16 w16[4],
+INLINE vf advance(const rounded_product *p, int64_t t, int64_t step, int bits, const vi16 w16[4],
                   const vi8 w8[2], vf scales, vf sum) {
   const int64_t at = t * p->steps + step;
   vi d;
@@ -110,7 +148,7 @@ INLINE vf advance(const product *p, int64_t t, int64_t step, int bits, const vi1
 }
 
 /* Codes widened as they are read: for few tokens. */
-INLINE void few(int bits, const product *p, int64_t r, int rows, int64_t t, int tokens) {
+INLINE void few(int bits, const rounded_product *p, int64_t r, int rows, int64_t t, int tokens) {
   vf sum[TILE_R][TILE_Q];
   for (int i = 0; i < rows; i++)
     for (int j = 0; j < tokens; j++) sum[i][j] = vf_zero();
@@ -128,7 +166,7 @@ INLINE void few(int bits, const product *p, int64_t r, int rows, int64_t t, int 
 }
 
 /* Codes widened once into memory that stays in the cache: for many tokens. */
-INLINE void many(int bits, const product *p, int64_t r, int rows, const char *panel, int64_t t,
+INLINE void many(int bits, const rounded_product *p, int64_t r, int rows, const char *panel, int64_t t,
                  int tokens) {
   const int64_t size = STEP * (bits / 8), stride = p->steps * (size + VL * 4);
   vf sum[TILE_R][TILE_Q];
@@ -152,7 +190,7 @@ INLINE void many(int bits, const product *p, int64_t r, int rows, const char *pa
   (void)r;
 }
 
-INLINE void fill_panel(int bits, const product *p, int64_t r, int rows, char *panel) {
+INLINE void fill_panel(int bits, const rounded_product *p, int64_t r, int rows, char *panel) {
   const int64_t size = STEP * (bits / 8);
   for (int i = 0; i < rows; i++)
     for (int64_t step = 0; step < p->steps; step++) {
@@ -181,7 +219,7 @@ INLINE void fill_panel(int bits, const product *p, int64_t r, int rows, char *pa
   }
 
 /* Some rows of weights by tokens `first` to `end`. */
-INLINE void rows_of(int bits, const product *p, int64_t r, int rows, char *panel, int64_t first,
+INLINE void rows_of(int bits, const rounded_product *p, int64_t r, int rows, char *panel, int64_t first,
                     int64_t end) {
   if (panel) fill_panel(bits, p, r, rows, panel);
   for (int64_t t = first; t < end; t += TILE_Q) {
@@ -198,7 +236,7 @@ INLINE void rows_of(int bits, const product *p, int64_t r, int rows, char *panel
   }
 }
 
-INLINE void chunk_of(int bits, const product *p, int64_t chunk) {
+INLINE void chunk_of(int bits, const rounded_product *p, int64_t chunk) {
   const int64_t start = chunk * CHUNK_ROWS;
   const int64_t end = start + CHUNK_ROWS < p->w->rows ? start + CHUNK_ROWS : p->w->rows;
   char *panel = NULL;
@@ -213,28 +251,15 @@ INLINE void chunk_of(int bits, const product *p, int64_t chunk) {
   free(panel);
 }
 
-static void chunk_16(void *p, int64_t chunk) { chunk_of(16, p, chunk); }
-static void chunk_8(void *p, int64_t chunk) { chunk_of(8, p, chunk); }
-
-void ISA(linear_rounded)(const float *x, int64_t tokens, const finback_weight *w, int32_t bits,
-                         float *y) {
-  if (tokens == 0) return;
-  const int64_t steps = (w->cols + STEP - 1) / STEP;
-  char *q = finback_alloc((size_t)(tokens * steps * STEP * (bits / 8)));
-  float *scales = finback_alloc((size_t)(tokens * steps * VL) * sizeof(float));
-  int32_t *offsets = NULL;
-  if (bits == 8 && OFFSET_8) offsets = finback_alloc((size_t)(tokens * steps * VL) * sizeof(int32_t));
-  for (int64_t t = 0; t < tokens; t++)
-    round_row(x + t * w->cols, w->cols, steps, bits, q + t * steps * STEP * (bits / 8),
-              scales + t * steps * VL, offsets ? offsets + t * steps * VL : NULL);
-  product p = {q, scales, offsets, tokens, steps, w, y};
-  void (*chunk)(void *, int64_t) = bits == 16 ? chunk_16 : chunk_8;
-  int64_t count = (w->rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
-  if (w->rows * w->cols * tokens >= WORTH_SHARING)
-    finback_parallel(count, chunk, &p);
+void ISA(rounded_chunk)(const product *q, int64_t chunk) {
+  const prepared_rows *rows = q->x;
+  const int64_t at = q->first * rows->steps;
+  const int64_t row_bytes = at * STEP * (rows->form == INT16 ? 2 : 1);
+  const rounded_product p = {(const char *)rows->values + row_bytes, rows->scales + at * VL,
+                             rows->offsets ? rows->offsets + at * VL : NULL,
+                             q->tokens, rows->steps, q->w, q->y};
+  if (rows->form == INT16)
+    chunk_of(16, &p, chunk);
   else
-    for (int64_t i = 0; i < count; i++) chunk(&p, i);
-  free(offsets);
-  free(scales);
-  free(q);
+    chunk_of(8, &p, chunk);
 }

@@ -19,8 +19,12 @@ from finback.checkpoint.safetensors import TensorRef
 
 ARCHITECTURE = "kimi-k3"
 TEXT = "language_model."
-FLOAT32_IN_LLAMA_CPP = ("ffn_gate_inp.weight", "ssm_conv1d_q.weight", "ssm_conv1d_k.weight")
-FLOAT32_IN_LLAMA_CPP += ("ssm_conv1d_v.weight",)
+FLOAT32_IN_LLAMA_CPP = (
+    "ffn_gate_inp.weight",
+    "ssm_conv1d_q.weight",
+    "ssm_conv1d_k.weight",
+    "ssm_conv1d_v.weight",
+)
 SIGMOID = 2  # llama.cpp's number for a sigmoid router
 
 # Names inside a layer: ours on the left, llama.cpp's on the right. What needs more than
@@ -92,7 +96,7 @@ def write_gguf(folder: Path, out: Path, *, keep_types: bool = False) -> None:
     writer.close()
 
 
-def _add(writer: gguf.GGUFWriter, name: str, values: Array, keep_types: bool) -> None:
+def _add(writer: gguf.GGUFWriter, name: str, values: Array | Bytes, keep_types: bool) -> None:
     """Write a tensor; with its types kept, matrices that came from BF16 go back to it exactly."""
     if values.dtype == np.uint8:
         writer.add_tensor(name, values, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
@@ -216,7 +220,7 @@ class Converter:
             count = self.config.integer("num_experts")
             for part, name in EXPERT.items():
                 names = [f"{experts}experts.{expert}.{part}.weight" for expert in range(count)]
-                yield name, np.stack([self.expert(expert) for expert in names])
+                yield name, self.stacked(names)
 
     def renamed(self, prefix: str, names: dict[str, str]) -> Iterator[tuple[str, Array | Bytes]]:
         """Give tensors that only change their name."""
@@ -240,6 +244,11 @@ class Converter:
         """Read one BF16, F16 or F32 tensor."""
         ref = self.take(name)
         return FORMATS[PLAIN_FORMATS[ref.dtype]].unpack((read_bytes(ref),), ref.shape)
+
+    def stacked(self, names: list[str]) -> Array | Bytes:
+        """Read one matrix of every expert of a layer."""
+        out: Array | Bytes = np.stack([self.expert(name) for name in names])  # type: ignore[assignment]
+        return out
 
     def expert(self, name: str) -> Array | Bytes:
         """Read one expert matrix from its codes and scales: values, or ggml's blocks of them."""
@@ -278,4 +287,3 @@ def add_placeholder_vocabulary(writer: gguf.GGUFWriter, config: Fields) -> None:
     writer.add_bos_token_id(config.integer("bos_token_id"))
     writer.add_eos_token_id(config.integer("eos_token_id"))
     writer.add_add_bos_token(False)
-

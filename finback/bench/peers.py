@@ -144,7 +144,7 @@ class _LlamaCpp:
 
 def _serve(gguf: str, threads: int) -> None:
     """Be the other process."""
-    import xllamacpp
+    import xllamacpp  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
     params = xllamacpp.CommonParams()
     params.model.path = gguf

@@ -1,6 +1,8 @@
 """The native backend: the only caller of the library's kernels, checking all it passes on."""
 
+import itertools
 import os
+from ctypes import Array as CArray
 from ctypes import addressof, byref, c_char, c_int64, c_void_p
 from functools import cache
 
@@ -13,6 +15,8 @@ from finback.kernels.library import (
     ACTIVATION_NUMBERS,
     FORMAT_NUMBERS,
     ActivationStruct,
+    DeltaStruct,
+    DeltaWeightsStruct,
     LatentStruct,
     RouterStruct,
     WeightStruct,
@@ -20,16 +24,32 @@ from finback.kernels.library import (
     instruction_sets,
     library,
 )
-from finback.kernels.ops import ACTIVATION_BITS, Activation, Experts, Ids, RouterRule
+from finback.kernels.ops import (
+    ACTIVATION_BITS,
+    Activation,
+    DeltaRows,
+    DeltaWeights,
+    Experts,
+    Feed,
+    Ids,
+    RouterRule,
+)
+
+_FLOAT32 = np.dtype(np.float32)
 
 
 def _pointer(name: str, array: Array, shape: tuple[int, ...]) -> int:
     """Give the address of a C-contiguous float32 array of exactly this shape."""
-    if array.dtype != np.float32 or array.shape != shape or not array.flags.c_contiguous:
+    if array.dtype != _FLOAT32 or array.shape != shape or not array.flags.c_contiguous:
         raise ValueError(
             f"{name} must be contiguous float32 {shape}, not {array.dtype} {array.shape}"
         )
-    if array.flags.writeable and array.size:
+    return _address(array)
+
+
+def _address(array: Array) -> int:
+    """Give the address of an array, the fast way where there is one."""
+    if array.size and array.flags.writeable:
         # Twice as fast as .ctypes.data; arrays are buffers, which their stubs do not say.
         return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
     return array.ctypes.data
@@ -78,12 +98,29 @@ class Cpu:
 
     def linear(self, x: Array, weight: Weight) -> Array:
         """See `Ops.linear`."""
-        rows, cols = weight.shape
-        y = np.empty((len(x), rows), np.float32)
-        self._lib.finback_linear(
-            _pointer("x", x, (len(x), cols)), len(x), _described(weight), self._bits, y.ctypes.data
+        return self.linears(x, (weight,))[0]
+
+    def linears(self, x: Array, weights: tuple[Weight, ...]) -> list[Array]:
+        """See `Ops.linears`: one list of products for all threads."""
+        tokens, cols = len(x), weights[0].shape[1]
+        pointers, sizes = _list_of(weights)
+        flat = np.empty(tokens * sizes[-1], np.float32)
+        self._lib.finback_linears(
+            _pointer("x", x, (tokens, cols)),
+            tokens,
+            pointers,
+            len(weights),
+            self._bits,
+            _address(flat),
         )
-        return y
+        if tokens == 1:
+            row = flat[None]
+            return [row[:, a:b] for a, b in itertools.pairwise((0, *sizes))]
+        out, start = [], 0
+        for end in sizes:
+            out.append(flat[start * tokens : end * tokens].reshape(tokens, end - start))
+            start = end
+        return out
 
     def embed(self, ids: Ids, weight: Weight) -> Array:
         """See `Ops.embed`: the rows asked for are unpacked, no others."""
@@ -101,38 +138,38 @@ class Cpu:
             eps,
             x.size // width,
             width,
-            y.ctypes.data,
+            _address(y),
         )
         return y
 
-    def mix(self, entries: list[Array], weight: Array, eps: float) -> Array:
+    def mix(self, entries: list[Array], weight: Array, norm: Array, eps: float) -> Array:
         """See `Ops.mix`."""
-        rows, width = entries[0].shape
-        pointers = (c_void_p * len(entries))(
-            *(_pointer("entry", e, (rows, width)) for e in entries)
-        )
-        y = np.empty((rows, width), np.float32)
+        rows, width = shape = entries[0].shape
+        y = np.empty(shape, np.float32)
         self._lib.finback_mix(
-            pointers,
+            (c_void_p * len(entries))(*[_pointer("entry", e, shape) for e in entries]),
             len(entries),
             _pointer("weight", weight, (width,)),
+            _pointer("norm", norm, (width,)),
             eps,
             rows,
             width,
-            y.ctypes.data,
+            _address(y),
         )
         return y
 
-    def glu(self, gate: Array, up: Array, activation: Activation) -> Array:
-        """See `Ops.glu`."""
-        y = np.empty_like(gate)
-        self._lib.finback_glu(
-            _pointer("gate", gate, gate.shape),
-            _pointer("up", up, gate.shape),
+    def mlp(self, x: Array, feed: Feed, activation: Activation) -> Array:
+        """See `Ops.mlp`."""
+        tokens, width = len(x), feed["w1"].shape[1]
+        pointers = (c_void_p * 3)(*_feed(feed, width, feed["w1"].shape[0], ""))
+        y = np.empty((tokens, width), np.float32)
+        self._lib.finback_mlp(
+            _pointer("x", x, (tokens, width)),
+            tokens,
+            pointers,
             byref(_activation(activation)),
-            len(gate),
-            gate.shape[1],
-            y.ctypes.data,
+            self._bits,
+            _address(y),
         )
         return y
 
@@ -144,14 +181,10 @@ class Cpu:
         if ids.dtype != np.int64 or not ids.flags.c_contiguous:
             raise ValueError(f"ids must be contiguous int64, not {ids.dtype}")
         width = x.shape[1]
-        addresses = []
-        for number, w in experts.items():
-            inner = w["w1"].shape[0]
-            wanted = {"w1": (inner, width), "w2": (width, inner), "w3": (inner, width)}
-            for name, shape in wanted.items():
-                if w[name].shape != shape:
-                    raise ValueError(f"{name} of expert {number} is {w[name].shape}, not {shape}")
-                addresses.append(_described(w[name]))
+        addresses: list[int] = []
+        inner = next(iter(experts.values()))["w1"].shape[0] if experts else 0
+        for number, feed in experts.items():
+            addresses += _feed(feed, width, inner, f" of expert {number}")
         self._lib.finback_experts(
             _pointer("x", x, (tokens, width)),
             tokens,
@@ -182,120 +215,77 @@ class Cpu:
     def route(self, logits: Array, bias: Array | None, rule: RouterRule) -> tuple[Ids, Array]:
         """See `Ops.route`."""
         tokens, experts = logits.shape
-        if not 1 <= rule.top_k <= experts or experts % rule.num_groups:
-            raise ValueError(f"{rule} cannot choose among {experts} experts")
         ids = np.empty((tokens, rule.top_k), np.int64)
         weights = np.empty((tokens, rule.top_k), np.float32)
-        router = RouterStruct(
-            experts,
-            rule.top_k,
-            rule.num_groups,
-            rule.top_groups,
-            rule.activation == "sigmoid",
-            rule.renormalise,
-            rule.scale,
-        )
         self._lib.finback_route(
             _pointer("logits", logits, logits.shape),
             None if bias is None else _pointer("bias", bias, (experts,)),
-            byref(router),
+            byref(_router(rule, experts)),
             tokens,
             ids.ctypes.data,
-            weights.ctypes.data,
+            _address(weights),
         )
         return ids, weights
 
-    def short_conv(self, x: Array, history: Array, taps: Array) -> Array:
-        """See `Ops.short_conv`."""
-        num_taps, channels = taps.shape
-        y = np.empty_like(x)
-        self._lib.finback_short_conv(
-            _pointer("x", x, (len(x), channels)),
-            _pointer("history", history, (num_taps - 1, channels)),
-            _pointer("taps", taps, taps.shape),
-            len(x),
-            channels,
-            num_taps,
-            y.ctypes.data,
-        )
-        return y
-
-    def unit(self, x: Array, scale: float) -> Array:
-        """See `Ops.unit`."""
-        width = x.shape[-1]
-        y = np.empty_like(x)
-        self._lib.finback_unit(
-            _pointer("x", x, x.shape), scale, x.size // width, width, y.ctypes.data
-        )
-        return y
-
-    def decay(self, x: Array, a_log: Array, bound: float | None) -> Array:
-        """See `Ops.decay`."""
-        tokens, heads, width = x.shape
-        y = np.empty_like(x)
-        self._lib.finback_decay(
-            _pointer("x", x, x.shape),
-            _pointer("a_log", a_log, (heads,)),
-            bound or 0.0,
-            tokens,
-            heads,
-            width,
-            y.ctypes.data,
-        )
-        return y
-
-    def sigmoid(self, x: Array) -> Array:
-        """See `Ops.sigmoid`."""
-        return self._gated(None, x)
-
     def gated(self, x: Array, gate: Array) -> Array:
         """See `Ops.gated`."""
-        return self._gated(_pointer("x", x, gate.shape), gate)
+        y = np.empty_like(gate)
+        width = gate.shape[-1]
+        self._lib.finback_gated(
+            _pointer("x", x, gate.shape),
+            _pointer("gate", gate, gate.shape),
+            gate.size // width,
+            width,
+            _address(y),
+        )
+        return y
 
-    def delta_rule(
-        self, q: Array, k: Array, v: Array, decay: Array, beta: Array, state: Array
+    def delta_attention(
+        self, rows: DeltaRows, weights: DeltaWeights, history: Array, state: Array
     ) -> Array:
-        """See `Ops.delta_rule`."""
-        tokens, heads, width = q.shape
-        out = np.empty_like(q)
-        pointers = [_pointer(n, a, q.shape) for n, a in zip("qkvg", (q, k, v, decay), strict=True)]
-        self._lib.finback_delta_rule(
-            *pointers,
-            _pointer("beta", beta, (tokens, heads)),
-            _pointer("state", state, (heads, width, width)),
+        """See `Ops.delta_attention`."""
+        heads, width, _ = state.shape
+        tokens, (_, num_taps, channels) = len(rows.q), weights.taps.shape
+        shape = (tokens, heads * width)
+        struct = DeltaStruct(
             tokens,
             heads,
             width,
-            out.ctypes.data,
+            num_taps,
+            _pointer("q", rows.q, shape),
+            _pointer("k", rows.k, shape),
+            _pointer("v", rows.v, shape),
+            _pointer("decay", rows.decay, shape),
+            _pointer("beta", rows.beta, (tokens, heads)),
+            _pointer("gate", rows.gate, shape),
+        )
+        out = np.empty(shape, np.float32)
+        self._lib.finback_delta_attention(
+            byref(struct),
+            _delta_weights(weights, heads, width),
+            _pointer("history", history, (3, num_taps - 1, channels)),
+            _pointer("state", state, (heads, width, width)),
+            _address(out),
         )
         return out
 
     def latent_attention(
-        self, q: Array, q_extra: Array, rows: Array, key: Array, value: Array, scale: float
+        self, q: Array, rows: Array, key: Array, value: Array, scale: float
     ) -> Array:
         """See `Ops.latent_attention`."""
-        tokens, heads, nope = q.shape
-        extra, rank, width = q_extra.shape[2], key.shape[2], value.shape[1]
+        (tokens, heads, _), (_, nope, rank), width = q.shape, key.shape, value.shape[1]
+        extra = rows.shape[1] - rank
         sizes = LatentStruct(tokens, len(rows), heads, nope, extra, rank, width, scale)
         out = np.empty((tokens, heads, width), np.float32)
         self._lib.finback_latent_attention(
             byref(sizes),
-            _pointer("q", q, q.shape),
-            _pointer("q_extra", q_extra, (tokens, heads, extra)),
+            _pointer("q", q, (tokens, heads, nope + extra)),
             _pointer("rows", rows, (len(rows), rank + extra)),
             _pointer("key", key, (heads, nope, rank)),
             _pointer("value", value, (heads, width, rank)),
-            out.ctypes.data,
+            _address(out),
         )
         return out
-
-    def _gated(self, x: int | None, gate: Array) -> Array:
-        y = np.empty_like(gate)
-        width = gate.shape[-1]
-        self._lib.finback_gated(
-            x, _pointer("gate", gate, gate.shape), gate.size // width, width, y.ctypes.data
-        )
-        return y
 
 
 def _described(weight: Weight) -> int:
@@ -315,6 +305,72 @@ def _described(weight: Weight) -> int:
         weight.derived["cpu"] = found
     assert isinstance(found, WeightStruct)
     return addressof(found)
+
+
+def _list_of(weights: tuple[Weight, ...]) -> tuple[CArray[c_void_p], list[int]]:
+    """Describe a list of weights for the library, once: their addresses and running row counts.
+
+    The description is kept with the first of them, for the list that asked last.
+    """
+    found = weights[0].derived.get("cpu list")
+    if not (isinstance(found, tuple) and found[0] is weights):
+        if len({weight.shape[1] for weight in weights}) > 1:
+            raise ValueError("all weights of a list must have as many columns as x")
+        addresses = [_described(weight) for weight in weights]
+        sizes = np.cumsum([weight.shape[0] for weight in weights]).tolist()
+        found = (weights, (c_void_p * len(weights))(*addresses), sizes)
+        if len(weights) > 1:  # a tuple of one is made anew for each call
+            weights[0].derived["cpu list"] = found
+    return found[1], found[2]
+
+
+def _feed(feed: Feed, width: int, inner: int, whose: str) -> tuple[int, int, int]:
+    """Describe the three weights of a feed-forward, once: addresses in the order w1, w2, w3."""
+    kept = feed["w1"].derived
+    found = kept.get("cpu feed")
+    if isinstance(found, tuple) and found[0] is feed and found[1] == (width, inner):
+        addresses: tuple[int, int, int] = found[2]
+        return addresses
+    wanted = {"w1": (inner, width), "w2": (width, inner), "w3": (inner, width)}
+    for name, shape in wanted.items():
+        if feed[name].shape != shape:
+            raise ValueError(f"{name}{whose} is {feed[name].shape}, not {shape}")
+    addresses = (_described(feed["w1"]), _described(feed["w2"]), _described(feed["w3"]))
+    kept["cpu feed"] = (feed, (width, inner), addresses)
+    return addresses
+
+
+def _delta_weights(weights: DeltaWeights, heads: int, width: int) -> int:
+    """Describe the small weights of a delta-attention layer, once."""
+    found = weights.derived.get("cpu")
+    if found is None:
+        channels = heads * width
+        found = DeltaWeightsStruct(
+            _pointer("taps", weights.taps, (3, weights.taps.shape[1], channels)),
+            _pointer("dt_bias", weights.dt_bias, (channels,)),
+            _pointer("a_log", weights.a_log, (heads,)),
+            _pointer("norm", weights.norm, (width,)),
+            weights.bound or 0.0,
+            weights.eps,
+        )
+        weights.derived["cpu"] = found
+    assert isinstance(found, DeltaWeightsStruct)
+    return addressof(found)
+
+
+@cache
+def _router(rule: RouterRule, experts: int) -> RouterStruct:
+    if not 1 <= rule.top_k <= experts or experts % rule.num_groups:
+        raise ValueError(f"{rule} cannot choose among {experts} experts")
+    return RouterStruct(
+        experts,
+        rule.top_k,
+        rule.num_groups,
+        rule.top_groups,
+        rule.activation == "sigmoid",
+        rule.renormalise,
+        rule.scale,
+    )
 
 
 @cache

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import finback.kernels
 from finback.errors import UsageError
 
-ABI = 6
+ABI = 7
 ISAS = ("base", "avx2", "avx512", "neon")
 LIBRARY_NAMES = ("libfinback.so", "libfinback.dylib")
 FORMAT_NUMBERS = {"f32": 0, "bf16": 1, "f16": 2, "mxfp4": 3, "int8": 4, "int4": 5, "fp8": 6}
@@ -38,6 +38,25 @@ class ActivationStruct(Structure):
     """finback_activation"""
 
     _fields_ = [("kind", c_int32), ("beta", c_float), ("linear", c_float)]
+
+
+class DeltaStruct(Structure):
+    """finback_delta"""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("tokens", "heads", "width", "taps")),
+        *((name, c_void_p) for name in ("q", "k", "v", "decay", "beta", "gate")),
+    ]
+
+
+class DeltaWeightsStruct(Structure):
+    """finback_delta_weights"""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("taps", "dt_bias", "a_log", "norm")),
+        ("bound", c_float),
+        ("eps", c_float),
+    ]
 
 
 class LatentStruct(Structure):
@@ -64,19 +83,16 @@ class RouterStruct(Structure):
 
 
 _ARGUMENTS = {
-    "linear": (c_void_p, c_int64, c_void_p, c_int32, c_void_p),
+    "linears": (c_void_p, c_int64, c_void_p, c_int64, c_int32, c_void_p),
+    "mlp": (c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_void_p),
     "experts": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p)
     + (c_int32, c_void_p),
     "combine": (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "rms_norm": (c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p),
-    "unit": (c_void_p, c_float, c_int64, c_int64, c_void_p),
-    "mix": (c_void_p, c_int64, c_void_p, c_float, c_int64, c_int64, c_void_p),
-    "glu": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p),
+    "mix": (c_void_p, c_int64, c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p),
     "gated": (c_void_p, c_void_p, c_int64, c_int64, c_void_p),
-    "decay": (c_void_p, c_void_p, c_float, c_int64, c_int64, c_int64, c_void_p),
-    "short_conv": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p),
-    "delta_rule": (c_void_p,) * 6 + (c_int64,) * 3 + (c_void_p,),
-    "latent_attention": (c_void_p,) * 7,
+    "delta_attention": (c_void_p,) * 5,
+    "latent_attention": (c_void_p,) * 6,
     "read_memory": (c_void_p, c_int64, c_void_p),
     "route": (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p),
 }

@@ -5,7 +5,7 @@ rows are. T tokens, D width, N outputs, H heads, K head width, E experts, V voca
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -42,7 +42,45 @@ class RouterRule:
     top_groups: int = 1
 
 
-Experts = Mapping[int, Mapping[str, Weight]]  # by number: w1 gate, w2 down, w3 up
+Feed = Mapping[str, Weight]  # a gated feed-forward: w1 gate, w2 down, w3 up
+Experts = Mapping[int, Feed]  # by number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaWeights:
+    """What Kimi delta attention has besides matrices; C = H·K channels, J taps."""
+
+    taps: Array  # (3, J, C) of q, k and v; the last tap multiplies the current token
+    dt_bias: Array  # (C,) added to the decay's input
+    a_log: Array  # (H,)
+    norm: Array  # (K,)
+    bound: float | None  # with it the log decay is bound·sigmoid(e^a·x), else -e^a·softplus(x)
+    eps: float  # of the norm
+    derived: dict[str, object] = field(default_factory=dict)  # what a backend keeps with it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaRows:
+    """A sequence's tokens as the matrices of its layer gave them, before anything else."""
+
+    q: Array  # (T, C), as are k, v, decay and gate
+    k: Array
+    v: Array
+    decay: Array
+    beta: Array  # (T, H)
+    gate: Array
+
+    def part(self, rows: slice) -> "DeltaRows":
+        """Give some of the tokens."""
+        return DeltaRows(
+            self.q[rows],
+            self.k[rows],
+            self.v[rows],
+            self.decay[rows],
+            self.beta[rows],
+            self.gate[rows],
+        )
+
 
 # How rows are rounded before a product with quantised weights; 0 leaves them float32.
 ACTIVATION_BITS: Mapping[Activations, int] = {"float32": 0, "int16": 16, "int8": 8}
@@ -64,6 +102,10 @@ class Ops(Protocol):
         """Multiply rows with a matrix: x (T, D), weight (N, D) -> x·Wᵀ (T, N)."""
         ...
 
+    def linears(self, x: Array, weights: tuple[Weight, ...]) -> list[Array]:
+        """Multiply the same rows with several matrices, each as `linear` does."""
+        ...
+
     def embed(self, ids: Ids, weight: Weight) -> Array:
         """Look up rows: ids (T,), weight (V, D) -> (T, D)."""
         ...
@@ -72,18 +114,21 @@ class Ops(Protocol):
         """Scale to unit root mean square, then by `weight`: x (…, D), weight (D,) -> (…, D)."""
         ...
 
-    def mix(self, entries: list[Array], weight: Array, eps: float) -> Array:
-        """Fold entries, each (T, D), by a softmax over their normalised products with `weight`."""
+    def mix(self, entries: list[Array], weight: Array, norm: Array, eps: float) -> Array:
+        """Fold entries, each (T, D), by a softmax over their normalised products with `weight`.
+
+        The result is normalised with the weight `norm`, as by `rms_norm`.
+        """
         ...
 
-    def glu(self, gate: Array, up: Array, activation: Activation) -> Array:
-        """Join a gated pair element by element: (T, N), (T, N) -> (T, N)."""
+    def mlp(self, x: Array, feed: Feed, activation: Activation) -> Array:
+        """Run a gated feed-forward: w2·glu(w1·x, w3·x), x (T, D) -> (T, D)."""
         ...
 
     def experts(
         self, x: Array, ids: Ids, experts: Experts, activation: Activation, parts: Array
     ) -> None:
-        """Run experts for the rows that chose them: w2·glu(w1·x, w3·x).
+        """Run experts for the rows that chose them, each as `mlp` does.
 
         x (T, D), ids (T, k); where an id is among `experts`, its result is written to parts
         (T, k, D), the rest is left as it is.
@@ -101,48 +146,27 @@ class Ops(Protocol):
         """
         ...
 
-    def short_conv(self, x: Array, history: Array, taps: Array) -> Array:
-        """Convolve each channel causally, then SiLU: x (T, C), taps (J, C) -> (T, C).
-
-        The last tap multiplies the current token. `history` (J-1, C) becomes the last rows.
-        """
-        ...
-
-    def unit(self, x: Array, scale: float) -> Array:
-        """Scale the last axis to length one (with 1e-6 under the root), then by `scale`."""
-        ...
-
-    def decay(self, x: Array, a_log: Array, bound: float | None) -> Array:
-        """Give the log decay of KDA: x (T, H, K), a_log (H,) -> (T, H, K), all below zero.
-
-        bound·sigmoid(e^a·x) with a (negative) bound, -e^a·softplus(x) without.
-        """
-        ...
-
-    def sigmoid(self, x: Array) -> Array:
-        """Apply the logistic function element by element."""
-        ...
-
     def gated(self, x: Array, gate: Array) -> Array:
         """Multiply with the logistic function of a gate of the same shape."""
         ...
 
-    def delta_rule(
-        self, q: Array, k: Array, v: Array, decay: Array, beta: Array, state: Array
+    def delta_attention(
+        self, rows: DeltaRows, weights: DeltaWeights, history: Array, state: Array
     ) -> Array:
-        """Run the gated delta rule token by token.
+        """Run Kimi delta attention token by token: -> (T, C), before the output matrix.
 
-        q, k, v, decay (T, H, K), beta (T, H) -> (T, H, K). `state` (H, K, K), key by value, is
-        advanced in place.
+        Short convolutions with SiLU, unit lengths, decay, gated delta rule, norm and gate.
+        `history` (3, J-1, C), the last inputs of q, k and v, and `state` (H, K, K), key by
+        value, are advanced in place.
         """
         ...
 
     def latent_attention(
-        self, q: Array, q_extra: Array, rows: Array, key: Array, value: Array, scale: float
+        self, q: Array, rows: Array, key: Array, value: Array, scale: float
     ) -> Array:
         """Attend causally over latent rows, in absorbed form.
 
-        q (T, H, N) and q_extra (T, H, X); rows (S, r + X), whose last T belong to these tokens;
-        key (H, N, r) and value (H, M, r) lift a latent to a head -> (T, H, M).
+        q (T, H, N + X), the part to be lifted first; rows (S, r + X), whose last T belong to
+        these tokens; key (H, N, r) and value (H, M, r) lift a latent to a head -> (T, H, M).
         """
         ...

@@ -12,7 +12,10 @@ from finback.kernels.ops import (
     ACTIVATION_BITS,
     ACTIVATION_GROUP,
     Activation,
+    DeltaRows,
+    DeltaWeights,
     Experts,
+    Feed,
     Ids,
     RouterRule,
 )
@@ -42,6 +45,10 @@ class Reference:
             x = rounded(x, ACTIVATION_BITS[self.activations])
         return _product(x, _values(weight))
 
+    def linears(self, x: Array, weights: tuple[Weight, ...]) -> list[Array]:
+        """See `Ops.linears`."""
+        return [self.linear(x, weight) for weight in weights]
+
     def embed(self, ids: Ids, weight: Weight) -> Array:
         """See `Ops.embed`."""
         return _values(weight)[ids]
@@ -52,7 +59,7 @@ class Reference:
         out: Array = x / np.sqrt(mean + np.float32(eps)) * weight
         return out
 
-    def mix(self, entries: list[Array], weight: Array, eps: float) -> Array:
+    def mix(self, entries: list[Array], weight: Array, norm: Array, eps: float) -> Array:
         """See `Ops.mix`. The raw entries are mixed; only their scores use the normalised ones."""
         values = np.stack(entries, axis=1)  # (T, N, D)
         size = np.sqrt(np.square(values).mean(-1) + np.float32(eps))
@@ -60,19 +67,12 @@ class Reference:
         out = shares[:, 0, None] * values[:, 0]
         for n in range(1, len(entries)):
             out += shares[:, n, None] * values[:, n]
-        return out
+        return self.rms_norm(out, norm, eps)
 
-    def glu(self, gate: Array, up: Array, activation: Activation) -> Array:
-        """See `Ops.glu`."""
-        if activation.kind == "silu":
-            return gate * self.sigmoid(gate) * up
-        beta = np.float32(activation.beta)
-        out: Array = beta * np.tanh(gate / beta) * self.sigmoid(gate)
-        if activation.linear_beta is not None:
-            linear = np.float32(activation.linear_beta)
-            up = linear * np.tanh(up / linear)
-        out *= up
-        return out
+    def mlp(self, x: Array, feed: Feed, activation: Activation) -> Array:
+        """See `Ops.mlp`."""
+        gate, up = self.linear(x, feed["w1"]), self.linear(x, feed["w3"])
+        return self.linear(glu(gate, up, activation), feed["w2"])
 
     def experts(
         self, x: Array, ids: Ids, experts: Experts, activation: Activation, parts: Array
@@ -80,9 +80,7 @@ class Reference:
         """See `Ops.experts`."""
         for number, w in experts.items():
             rows, places = np.nonzero(ids == number)
-            z = x[rows]
-            inner = self.glu(self.linear(z, w["w1"]), self.linear(z, w["w3"]), activation)
-            parts[rows, places] = self.linear(inner, w["w2"])
+            parts[rows, places] = self.mlp(x[rows], w, activation)
 
     def combine(self, parts: Array, shares: Array) -> Array:
         """See `Ops.combine`."""
@@ -93,7 +91,7 @@ class Reference:
 
     def route(self, logits: Array, bias: Array | None, rule: RouterRule) -> tuple[Ids, Array]:
         """See `Ops.route`. Source: DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2."""
-        scores = self.sigmoid(logits) if rule.activation == "sigmoid" else _softmax(logits)
+        scores = sigmoid(logits) if rule.activation == "sigmoid" else _softmax(logits)
         choice = scores if bias is None else scores + bias
         if rule.num_groups > rule.top_groups:
             groups = choice.reshape(len(choice), rule.num_groups, -1)
@@ -109,71 +107,113 @@ class Reference:
             weights = weights / (weights.sum(-1, keepdims=True) + np.float32(1e-20))
         return ids, weights * np.float32(rule.scale)
 
-    def short_conv(self, x: Array, history: Array, taps: Array) -> Array:
-        """See `Ops.short_conv`."""
-        padded = np.concatenate([history, x])
-        history[:] = padded[len(padded) - len(history) :]
-        y: Array = padded[: len(x)] * taps[0]
-        for j in range(1, len(taps)):
-            y += padded[j : j + len(x)] * taps[j]
-        y *= self.sigmoid(y)
-        return y
-
-    def unit(self, x: Array, scale: float) -> Array:
-        """See `Ops.unit`."""
-        length = np.sqrt(np.square(x).sum(-1, keepdims=True) + np.float32(L2_EPS))
-        out: Array = x / length * np.float32(scale)
-        return out
-
-    def decay(self, x: Array, a_log: Array, bound: float | None) -> Array:
-        """See `Ops.decay`. Source: Kimi Team 2025, "Kimi Linear"; the bounded form is Kimi K3's."""
-        rate = np.exp(a_log)[:, None]
-        if bound is None:
-            out: Array = -rate * np.logaddexp(np.float32(0), x)
-            return out
-        return np.float32(bound) * self.sigmoid(rate * x)
-
-    def sigmoid(self, x: Array) -> Array:
-        """See `Ops.sigmoid`. Written with tanh, which cannot overflow."""
-        half = np.float32(0.5)
-        out: Array = half + half * np.tanh(half * x)
-        return out
-
     def gated(self, x: Array, gate: Array) -> Array:
         """See `Ops.gated`."""
-        out: Array = x * self.sigmoid(gate)
+        out: Array = x * sigmoid(gate)
         return out
 
-    def delta_rule(
-        self, q: Array, k: Array, v: Array, decay: Array, beta: Array, state: Array
+    def delta_attention(
+        self, rows: DeltaRows, weights: DeltaWeights, history: Array, state: Array
     ) -> Array:
-        """See `Ops.delta_rule`. The error is taken against the decayed state.
+        """See `Ops.delta_attention`. Source: Kimi Team 2025, "Kimi Linear", section 3."""
+        heads, width = len(state), state.shape[1]
 
-        Source: Kimi Team 2025, "Kimi Linear", equation 1:
-        S ← (I − β k kᵀ) Diag(e^g) S + β k vᵀ, o = Sᵀ q.
-        """
-        out = np.empty_like(v)
-        forget = np.exp(decay)
-        for t in range(len(q)):
-            state *= forget[t, :, :, None]
-            error = v[t] - np.matmul(k[t, :, None, :], state)[:, 0]
-            state += (beta[t, :, None] * k[t])[:, :, None] * error[:, None, :]
-            out[t] = np.matmul(q[t, :, None, :], state)[:, 0]
-        return out
+        def by_head(x: Array) -> Array:
+            return x.reshape(len(x), heads, width)
+
+        q, k, v = (
+            by_head(short_conv(x, history[n], weights.taps[n]))
+            for n, x in enumerate((rows.q, rows.k, rows.v))
+        )
+        q, k = unit(q, float(width) ** -0.5), unit(k, 1.0)
+        decay = log_decay(by_head(rows.decay + weights.dt_bias), weights.a_log, weights.bound)
+        out = delta_rule(q, k, v, decay, sigmoid(rows.beta), state)
+        out = self.rms_norm(out, weights.norm, weights.eps) * sigmoid(by_head(rows.gate))
+        return out.reshape(rows.q.shape)
 
     def latent_attention(
-        self, q: Array, q_extra: Array, rows: Array, key: Array, value: Array, scale: float
+        self, q: Array, rows: Array, key: Array, value: Array, scale: float
     ) -> Array:
         """See `Ops.latent_attention`. Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.3."""
-        rank = key.shape[-1]
+        rank, nope = key.shape[-1], key.shape[1]
         out = np.empty((len(q), len(value), value.shape[1]), np.float32)
         for t in range(len(q)):
             seen = rows[: len(rows) - len(q) + t + 1]
-            in_latent = np.matmul(q[t, :, None, :], key)[:, 0]  # (H, r)
-            scores = np.concatenate([in_latent, q_extra[t]], axis=-1) @ seen.T  # (H, S)
+            in_latent = np.matmul(q[t, :, None, :nope], key)[:, 0]  # (H, r)
+            scores = np.concatenate([in_latent, q[t, :, nope:]], axis=-1) @ seen.T  # (H, S)
             mixed = _softmax(scores * np.float32(scale)) @ seen[:, :rank]
             out[t] = np.matmul(value, mixed[:, :, None])[:, :, 0]
         return out
+
+
+def glu(gate: Array, up: Array, activation: Activation) -> Array:
+    """Join a gated pair element by element: (T, N), (T, N) -> (T, N)."""
+    if activation.kind == "silu":
+        return gate * sigmoid(gate) * up
+    beta = np.float32(activation.beta)
+    out: Array = beta * np.tanh(gate / beta) * sigmoid(gate)
+    if activation.linear_beta is not None:
+        linear = np.float32(activation.linear_beta)
+        up = linear * np.tanh(up / linear)
+    out *= up
+    return out
+
+
+def sigmoid(x: Array) -> Array:
+    """Apply the logistic function; written with tanh, which cannot overflow."""
+    half = np.float32(0.5)
+    out: Array = half + half * np.tanh(half * x)
+    return out
+
+
+def short_conv(x: Array, history: Array, taps: Array) -> Array:
+    """Convolve each channel causally, then SiLU: x (T, C), taps (J, C) -> (T, C).
+
+    `history` (J-1, C), the inputs before x, becomes the last ones.
+    """
+    padded = np.concatenate([history, x])
+    history[:] = padded[len(padded) - len(history) :]
+    y: Array = padded[: len(x)] * taps[0]
+    for j in range(1, len(taps)):
+        y += padded[j : j + len(x)] * taps[j]
+    y *= sigmoid(y)
+    return y
+
+
+def unit(x: Array, scale: float) -> Array:
+    """Scale the last axis to length one, then by `scale`."""
+    length = np.sqrt(np.square(x).sum(-1, keepdims=True) + np.float32(L2_EPS))
+    out: Array = x / length * np.float32(scale)
+    return out
+
+
+def log_decay(x: Array, a_log: Array, bound: float | None) -> Array:
+    """Give the log decay: x (T, H, K), a_log (H,) -> (T, H, K), all below zero.
+
+    Source: Kimi Team 2025, "Kimi Linear"; the bounded form is Kimi K3's.
+    """
+    rate = np.exp(a_log)[:, None]
+    if bound is None:
+        out: Array = -rate * np.logaddexp(np.float32(0), x)
+        return out
+    return np.float32(bound) * sigmoid(rate * x)
+
+
+def delta_rule(q: Array, k: Array, v: Array, decay: Array, beta: Array, state: Array) -> Array:
+    """Run the gated delta rule token by token; the error is taken against the decayed state.
+
+    q, k, v, decay (T, H, K), beta (T, H) -> (T, H, K); `state` (H, K, K) is advanced in place.
+    Source: Kimi Team 2025, "Kimi Linear", equation 1:
+    S ← (I − β k kᵀ) Diag(e^g) S + β k vᵀ, o = Sᵀ q.
+    """
+    out = np.empty_like(v)
+    forget = np.exp(decay)
+    for t in range(len(q)):
+        state *= forget[t, :, :, None]
+        error = v[t] - np.matmul(k[t, :, None, :], state)[:, 0]
+        state += (beta[t, :, None] * k[t])[:, :, None] * error[:, None, :]
+        out[t] = np.matmul(q[t, :, None, :], state)[:, 0]
+    return out
 
 
 def rounded(x: Array, bits: int) -> Array:

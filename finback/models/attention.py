@@ -89,18 +89,17 @@ class Mla:
         """Load the layer's weights."""
         self.shape, self.layer, self._ops = shape, layer, ops
         self._has_query_rank = shape.q_rank is not None
+        first = "q_a_proj" if self._has_query_rank else "q_proj"
+        names = [first, "kv_a_proj_with_mqa", *(["g_proj"] if shape.has_gate else [])]
+        self._in = tuple(weights.matrix(f"{prefix}{name}.weight") for name in names)
         if self._has_query_rank:
-            self._q_a = weights.matrix(f"{prefix}q_a_proj.weight")
+            self._q_b = weights.matrix(f"{prefix}q_b_proj.weight")
             self._q_norm = Norm(weights, f"{prefix}q_a_layernorm.weight", LATENT_EPS, ops)
-        query = "q_b_proj" if self._has_query_rank else "q_proj"
-        self._q = weights.matrix(f"{prefix}{query}.weight")
-        self._kv_a = weights.matrix(f"{prefix}kv_a_proj_with_mqa.weight")
         self._kv_norm = Norm(weights, f"{prefix}kv_a_layernorm.weight", LATENT_EPS, ops)
         lift = weights.values(f"{prefix}kv_b_proj.weight")
         lift = lift.reshape(shape.num_heads, shape.nope_dim + shape.value_dim, shape.kv_rank)
         self._key = np.ascontiguousarray(lift[:, : shape.nope_dim])
         self._value = np.ascontiguousarray(lift[:, shape.nope_dim :])
-        self._gate = weights.matrix(f"{prefix}g_proj.weight") if shape.has_gate else None
         self._o = weights.matrix(f"{prefix}o_proj.weight")
 
     def new_state(self) -> LatentState:
@@ -110,25 +109,20 @@ class Mla:
     def __call__(self, u: Array, tokens: TokenBatch) -> Array:
         """Compute rows (T, D) -> (T, D), extending each sequence's latent rows."""
         ops, shape = self._ops, self.shape
-        query_in = self._q_norm(ops.linear(u, self._q_a)) if self._has_query_rank else u
-        q = ops.linear(query_in, self._q).reshape(len(u), shape.num_heads, -1)
-        down = ops.linear(u, self._kv_a)
+        q, down, *gate = ops.linears(u, self._in)
+        if self._has_query_rank:
+            q = ops.linear(self._q_norm(q), self._q_b)
+        q = q.reshape(len(u), shape.num_heads, shape.nope_dim + shape.extra_dim)
         latent = self._kv_norm(np.ascontiguousarray(down[:, : shape.kv_rank]))
         rows = np.concatenate([latent, down[:, shape.kv_rank :]], axis=1)
-        nope, extra = (
-            np.ascontiguousarray(q[..., : shape.nope_dim]),
-            np.ascontiguousarray(q[..., shape.nope_dim :]),
-        )
         out = np.empty((len(u), shape.num_heads, shape.value_dim), np.float32)
         scale = float(shape.nope_dim + shape.extra_dim) ** -0.5
         for run in tokens.runs:
             state = run.state.layers[self.layer]
             assert isinstance(state, LatentState)
             seen = state.append(rows[run.rows])
-            out[run.rows] = ops.latent_attention(
-                nope[run.rows], extra[run.rows], seen, self._key, self._value, scale
-            )
+            out[run.rows] = ops.latent_attention(q[run.rows], seen, self._key, self._value, scale)
         joined = out.reshape(len(u), -1)
-        if self._gate is not None:
-            joined = ops.gated(joined, ops.linear(u, self._gate))
+        if gate:
+            joined = ops.gated(joined, gate[0])
         return ops.linear(joined, self._o)

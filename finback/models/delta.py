@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from finback.checkpoint.formats import Array, Weight
+from finback.checkpoint.formats import Array
 from finback.checkpoint.hf import Fields
-from finback.kernels.ops import Ops
+from finback.kernels.ops import DeltaRows, DeltaWeights, Ops
 from finback.models.base import TokenBatch
-from finback.models.layers import Norm
 from finback.models.state import RecurrentState
 from finback.models.weights import TensorSpec, Weights
 
@@ -89,51 +88,43 @@ class Kda:
     ) -> None:
         """Load the layer's weights."""
         self.shape, self.layer, self._ops = shape, layer, ops
-        self._in = {n: weights.matrix(f"{prefix}{n}_proj.weight") for n in "qkv"}
-        self._taps = {}  # (J, C), published as (C, 1, J)
-        for n in "qkv":
-            taps = weights.values(f"{prefix}{n}_conv1d.weight")
-            self._taps[n] = np.ascontiguousarray(taps.reshape(shape.inner, shape.num_taps).T)
-        gate = ("g_proj",) if shape.full_rank_gate else ("g_a_proj", "g_b_proj")
-        self._gate = [weights.matrix(f"{prefix}{n}.weight") for n in gate]
-        self._decay = [weights.matrix(f"{prefix}{n}.weight") for n in ("f_a_proj", "f_b_proj")]
-        self._beta = weights.matrix(f"{prefix}b_proj.weight")
-        self._a_log = weights.values(f"{prefix}A_log").reshape(-1)[: shape.num_heads]
-        self._dt_bias = weights.values(f"{prefix}dt_bias")
-        self._o_norm = Norm(weights, f"{prefix}o_norm.weight", shape.eps, ops)
+        names = ["q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj"]
+        names.append("g_proj" if shape.full_rank_gate else "g_a_proj")
+        self._in = tuple(weights.matrix(f"{prefix}{name}.weight") for name in names)
+        self._decay = weights.matrix(f"{prefix}f_b_proj.weight")
+        if not shape.full_rank_gate:
+            self._gate = weights.matrix(f"{prefix}g_b_proj.weight")
+        taps = [weights.values(f"{prefix}{n}_conv1d.weight") for n in "qkv"]  # (C, 1, J)
+        flat = [t.reshape(shape.inner, shape.num_taps).T for t in taps]
+        self._rest = DeltaWeights(
+            taps=np.ascontiguousarray(np.stack(flat)),
+            dt_bias=weights.values(f"{prefix}dt_bias"),
+            a_log=weights.values(f"{prefix}A_log").reshape(-1)[: shape.num_heads],
+            norm=weights.values(f"{prefix}o_norm.weight"),
+            bound=shape.bound,
+            eps=shape.eps,
+        )
         self._o = weights.matrix(f"{prefix}o_proj.weight")
 
     def new_state(self) -> RecurrentState:
         """Make the memory of a sequence that has seen nothing."""
         s = self.shape
-        history = {n: np.zeros((s.num_taps - 1, s.inner), np.float32) for n in "qkv"}
-        return RecurrentState(np.zeros((s.num_heads, s.head_dim, s.head_dim), np.float32), history)
+        return RecurrentState(
+            np.zeros((s.num_heads, s.head_dim, s.head_dim), np.float32),
+            np.zeros((3, s.num_taps - 1, s.inner), np.float32),
+        )
 
     def __call__(self, u: Array, tokens: TokenBatch) -> Array:
         """Compute rows (T, D) -> (T, D), advancing each sequence's recurrent state."""
-        ops, shape = self._ops, self.shape
-        raw = {n: ops.linear(u, weight) for n, weight in self._in.items()}
-        decay = ops.decay(
-            self._heads(self._through(u, self._decay) + self._dt_bias), self._a_log, shape.bound
-        )
-        beta = ops.sigmoid(ops.linear(u, self._beta))
-        out = np.empty((len(u), shape.num_heads, shape.head_dim), np.float32)
+        ops = self._ops
+        q, k, v, beta, decay, gate = ops.linears(u, self._in)
+        decay = ops.linear(decay, self._decay)
+        if not self.shape.full_rank_gate:
+            gate = ops.linear(gate, self._gate)
+        rows, parts = DeltaRows(q, k, v, decay, beta, gate), []
         for run in tokens.runs:
             state = run.state.layers[self.layer]
             assert isinstance(state, RecurrentState)
-            q, k, v = (
-                self._heads(ops.short_conv(raw[n][run.rows], state.history[n], self._taps[n]))
-                for n in "qkv"
-            )
-            q, k = ops.unit(q, float(shape.head_dim) ** -0.5), ops.unit(k, 1.0)
-            out[run.rows] = ops.delta_rule(q, k, v, decay[run.rows], beta[run.rows], state.matrix)
-        gated = ops.gated(self._o_norm(out), self._heads(self._through(u, self._gate)))
-        return ops.linear(gated.reshape(len(u), shape.inner), self._o)
-
-    def _heads(self, x: Array) -> Array:
-        return x.reshape(len(x), self.shape.num_heads, self.shape.head_dim)
-
-    def _through(self, x: Array, matrices: list[Weight]) -> Array:
-        for matrix in matrices:
-            x = self._ops.linear(x, matrix)
-        return x
+            some = rows if len(tokens.runs) == 1 else rows.part(run.rows)
+            parts.append(ops.delta_attention(some, self._rest, state.history, state.matrix))
+        return ops.linear(parts[0] if len(parts) == 1 else np.concatenate(parts), self._o)

@@ -103,20 +103,6 @@ class MoeShape:
                 yield TensorSpec(full, shape, "expert", expert=(layer, expert))
 
 
-class Router:
-    """Chooses experts for each row."""
-
-    def __init__(self, rule: RouterRule, weights: Weights, prefix: str, ops: Ops) -> None:
-        """Load the scores' matrix and the correction bias."""
-        self._rule, self._ops = rule, ops
-        self._gate = weights.matrix(f"{prefix}gate.weight")
-        self._bias = weights.values(f"{prefix}gate.e_score_correction_bias")
-
-    def __call__(self, u: Array) -> tuple[Ids, Array]:
-        """Give ids (T, k), best first, and weights (T, k)."""
-        return self._ops.route(self._ops.linear(u, self._gate), self._bias, self._rule)
-
-
 class Moe:
     """One routed layer: w1 is gate, w3 up, w2 down."""
 
@@ -131,10 +117,11 @@ class Moe:
     ) -> None:
         """Load all but the experts, which come through the cache when a step needs them."""
         self.shape, self.layer, self._experts, self._ops = shape, layer, experts, ops
-        self._router = Router(shape.rule, weights, prefix, ops)
         self._has_latent = shape.latent is not None
+        names = ["gate", *(["routed_expert_down_proj"] if self._has_latent else [])]
+        self._in = tuple(weights.matrix(f"{prefix}{name}.weight") for name in names)
+        self._bias = weights.values(f"{prefix}gate.e_score_correction_bias")
         if self._has_latent:
-            self._down = weights.matrix(f"{prefix}routed_expert_down_proj.weight")
             self._up = weights.matrix(f"{prefix}routed_expert_up_proj.weight")
         self._norm = (
             Norm(weights, f"{prefix}routed_expert_norm.weight", shape.eps, ops)
@@ -149,10 +136,11 @@ class Moe:
     def __call__(self, u: Array, tokens: TokenBatch) -> Array:
         """Compute rows (T, D) -> (T, D); each expert is read at most once whatever T is."""
         ops = self._ops
-        ids, shares = self._router(u)
+        logits, *down = ops.linears(u, self._in)
+        ids, shares = ops.route(logits, self._bias, self.shape.rule)
         if tokens.probe is not None:
             tokens.probe.routed(self.layer, ids, shares)
-        y = self._routed(ops.linear(u, self._down) if self._has_latent else u, ids, shares)
+        y = self._routed(down[0] if self._has_latent else u, ids, shares)
         if self._norm is not None:
             y = self._norm(y)
         if self._has_latent:
@@ -162,7 +150,7 @@ class Moe:
     def _routed(self, z: Array, ids: Ids, shares: Array) -> Array:
         parts = np.empty((*ids.shape, z.shape[1]), np.float32)  # (T, k, D)
         # Sorted so that experts lying side by side in a file are read one after the other.
-        union = np.unique(ids).tolist()
+        union = sorted(set(ids.ravel().tolist()))
         with self._experts.lease(self.layer, union) as lease:
             self._ops.experts(z, ids, lease, self.shape.activation, parts)
         return self._ops.combine(parts, shares)

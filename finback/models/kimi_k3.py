@@ -63,16 +63,20 @@ def _fold_tensors(name: str, width: int) -> Iterator[TensorSpec]:
 
 
 class AttentionResidual:
-    """One attention residual: a softmax over the banked block starts and the running sum."""
+    """One attention residual with the norm after it.
 
-    def __init__(self, weights: Weights, name: str, eps: float, ops: Ops) -> None:
-        """Load norm and projection, which occur only as their product."""
-        norm, proj = weights.values(f"{name}_norm.weight"), weights.values(f"{name}_proj.weight")
-        self._weight, self._eps, self._ops = norm * proj.reshape(-1), eps, ops
+    A softmax over the banked block starts and the running sum; of one entry it is that entry.
+    """
+
+    def __init__(self, weights: Weights, name: str, norm: Norm, eps: float, ops: Ops) -> None:
+        """Load norm and projection of the scores, which occur only as their product."""
+        scores, proj = weights.values(f"{name}_norm.weight"), weights.values(f"{name}_proj.weight")
+        self._weight, self._norm = scores * proj.reshape(-1), norm.weight
+        self._eps, self._ops = eps, ops
 
     def __call__(self, bank: list[Array], x: Array) -> Array:
-        """Mix entries, each (T, D), into one."""
-        return self._ops.mix([*bank, x], self._weight, self._eps)
+        """Mix entries, each (T, D), into one and normalise it."""
+        return self._ops.mix([*bank, x], self._weight, self._norm, self._eps)
 
 
 class ResidualLayer(Layer):
@@ -84,9 +88,12 @@ class ResidualLayer(Layer):
         """Load the layer's resident weights."""
         super().__init__(layout.kimi, index, weights, experts, ops)
         self.is_block_start = index % layout.block == 0
+        norms = (self.attention_norm, self.feed_norm)
         self.attention_fold, self.feed_fold = (
-            AttentionResidual(weights, f"{PREFIX}model.layers.{index}.{n}", layout.kimi.eps, ops)
-            for n in FOLDS
+            AttentionResidual(
+                weights, f"{PREFIX}model.layers.{index}.{name}", norm, layout.kimi.eps, ops
+            )
+            for name, norm in zip(FOLDS, norms, strict=True)
         )
 
 
@@ -100,8 +107,10 @@ class KimiK3:
         self._layers = [
             ResidualLayer(layout, i, weights, experts, ops) for i in range(layout.kimi.num_layers)
         ]
-        self._output_fold = AttentionResidual(weights, f"{PREFIX}model.output_attn_res", eps, ops)
-        self._norm = Norm(weights, f"{PREFIX}model.norm.weight", eps, ops)
+        norm = Norm(weights, f"{PREFIX}model.norm.weight", eps, ops)
+        self._output_fold = AttentionResidual(
+            weights, f"{PREFIX}model.output_attn_res", norm, eps, ops
+        )
 
     def new_state(self) -> SequenceState:
         """Make the memory of a sequence that has seen nothing."""
@@ -114,14 +123,14 @@ class KimiK3:
         """
         x, bank = self._ops.embed(tokens.ids, self._embedding), list[Array]()  # (T, D)
         for index, layer in enumerate(self._layers):
-            h = layer.attention_fold(bank, x) if bank else x
+            u = layer.attention_fold(bank, x)
             if layer.is_block_start:
-                bank.append(x)  # the raw running sum, not h
-            a = layer.attend(layer.attention_norm(h), tokens)
+                bank.append(x)  # the raw running sum, not u
+            a = layer.attend(u, tokens)
             x = a if layer.is_block_start else x + a
-            x = x + layer.feed(layer.feed_norm(layer.feed_fold(bank, x)), tokens)
+            x = x + layer.feed(layer.feed_fold(bank, x), tokens)
             if tokens.probe is not None:
                 tokens.probe.hidden(index, x)
         rows = np.asarray(tokens.wanted)
-        x = self._output_fold([entry[rows] for entry in bank], x[rows])
-        return self._ops.linear(self._norm(x), self._head)  # (R, V)
+        u = self._output_fold([entry[rows] for entry in bank], x[rows])
+        return self._ops.linear(u, self._head)  # (R, V)

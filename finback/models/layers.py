@@ -33,17 +33,12 @@ class Mlp:
     def __init__(self, activation: Activation, weights: Weights, prefix: str, ops: Ops) -> None:
         """Load the three matrices."""
         self._activation, self._ops = activation, ops
-        self._gate = weights.matrix(f"{prefix}gate_proj.weight")
-        self._up = weights.matrix(f"{prefix}up_proj.weight")
-        self._down = weights.matrix(f"{prefix}down_proj.weight")
+        names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+        self._feed = {n: weights.matrix(f"{prefix}{name}.weight") for n, name in names.items()}
 
     def __call__(self, u: Array, tokens: TokenBatch | None = None) -> Array:
         """Compute rows: (T, D) -> (T, D). Whose they are does not matter here."""
-        ops = self._ops
-        return ops.linear(
-            ops.glu(ops.linear(u, self._gate), ops.linear(u, self._up), self._activation),
-            self._down,
-        )
+        return self._ops.mlp(u, self._feed, self._activation)
 
 
 class Norm:
@@ -51,8 +46,8 @@ class Norm:
 
     def __init__(self, weights: Weights, name: str, eps: float, ops: Ops) -> None:
         """Load the weight."""
-        self._weight, self._eps, self._ops = weights.values(name), eps, ops
+        self.weight, self._eps, self._ops = weights.values(name), eps, ops
 
     def __call__(self, x: Array) -> Array:
         """Normalise the last axis."""
-        return self._ops.rms_norm(x, self._weight, self._eps)
+        return self._ops.rms_norm(x, self.weight, self._eps)

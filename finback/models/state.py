@@ -12,12 +12,12 @@ class RecurrentState:
     """What a delta-attention layer remembers: a fixed number of bytes, float32."""
 
     matrix: Array  # (H, K, K), key by value
-    history: dict[str, Array]  # the last inputs of each short convolution, (J-1, C)
+    history: Array  # (3, J-1, C): the last inputs of the convolutions of q, k and v
 
     @property
     def num_bytes(self) -> int:
         """Count the bytes held."""
-        return self.matrix.nbytes + sum(rows.nbytes for rows in self.history.values())
+        return self.matrix.nbytes + self.history.nbytes
 
 
 class LatentState:

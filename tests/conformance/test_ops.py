@@ -16,8 +16,21 @@ from finback.config import Activations
 from finback.errors import UsageError
 from finback.kernels.cpu import Cpu
 from finback.kernels.library import instruction_sets
-from finback.kernels.ops import ACTIVATION_BITS, Activation, Ops, RouterRule
-from finback.kernels.reference import Reference
+from finback.kernels.ops import (
+    ACTIVATION_BITS,
+    Activation,
+    DeltaRows,
+    DeltaWeights,
+    Ops,
+    RouterRule,
+)
+from finback.kernels.reference import (
+    Reference,
+    delta_rule,
+    glu,
+    log_decay,
+    short_conv,
+)
 
 rng = np.random.default_rng(3)
 
@@ -50,6 +63,15 @@ def test_linear_and_embed(ops: Ops) -> None:
     x, w = normal(5, 33), normal(7, 33)
     close(ops.linear(x, weight(w)), x.astype(np.float64) @ w.T.astype(np.float64))
     np.testing.assert_array_equal(ops.embed(np.array([6, 0, 6]), weight(w)), w[[6, 0, 6]])
+
+
+def test_a_list_of_products_is_each_product(ops: Ops) -> None:
+    for tokens in (0, 1, 5):
+        x = normal(tokens, 64)
+        weights = tuple(ops.resident(packed(fmt, 40, 64)) for fmt in FORMATS)
+        for _ in range(2):  # the second time from what was kept of the first
+            for got, one in zip(ops.linears(x, weights), weights, strict=True):
+                np.testing.assert_array_equal(got, ops.linear(x, one))
 
 
 FORMATS = ("f32", "bf16", "f16", "mxfp4", "int8", "int4", "fp8")
@@ -124,27 +146,50 @@ def test_a_row_has_the_same_bits_whatever_it_is_computed_with(
         np.testing.assert_array_equal(part, whole[start:stop])
 
 
-@given(cuts=st.lists(st.integers(1, 12), max_size=4), threads=st.integers(1, 4))
+def delta_case(
+    tokens: int, heads: int, width: int, bound: float | None
+) -> tuple[DeltaRows, DeltaWeights]:
+    channels = heads * width
+    rows = DeltaRows(
+        *(normal(tokens, channels) for _ in range(4)),
+        normal(tokens, heads),
+        normal(tokens, channels),
+    )
+    weights = DeltaWeights(
+        taps=normal(3, 4, channels),
+        dt_bias=normal(channels),
+        a_log=normal(heads),
+        norm=normal(width),
+        bound=bound,
+        eps=1e-5,
+    )
+    return rows, weights
+
+
+@given(
+    cuts=st.lists(st.integers(1, 12), max_size=4),
+    threads=st.integers(1, 4),
+    width=st.sampled_from([4, 20, 64, 80]),
+)
 def test_attention_and_recurrence_have_the_same_bits_in_any_pieces(
-    cuts: list[int], threads: int
+    cuts: list[int], threads: int, width: int
 ) -> None:
-    T, H, K, N, X, r, M = 13, 3, 20, 8, 4, 24, 6
+    T, H, N, X, r, M = 13, 3, 8, 4, 24, 6
     borders = sorted({0, T, *(c for c in cuts if c < T)})
     pieces = list(itertools.pairwise(borders))
-    q, k, v, g = normal(T, H, K), normal(T, H, K), normal(T, H, K), -np.abs(normal(T, H, K))
-    beta, x, taps = np.abs(normal(T, H)), normal(T, H * K), normal(4, H * K)
-    qn, qx, rows = normal(T, H, N), normal(T, H, X), normal(T, r + X)
+    delta, weights = delta_case(T, H, width, -5.0)
+    q, rows = normal(T, H, N + X), normal(T, r + X)
     key, value = normal(H, N, r), normal(H, M, r)
     for isa in instruction_sets():
         results = []
         for parts in ([(0, T)], pieces):
             cpu, out = Cpu(threads, isa), []
-            state, history = np.zeros((H, K, K), np.float32), np.zeros((3, H * K), np.float32)
+            state = np.zeros((H, width, width), np.float32)
+            history = np.zeros((3, 3, H * width), np.float32)
             for a, b in parts:
-                delta = cpu.delta_rule(q[a:b], k[a:b], v[a:b], g[a:b], beta[a:b], state)
-                conv = cpu.short_conv(x[a:b], history, taps)
-                seen = cpu.latent_attention(qn[a:b], qx[a:b], rows[:b], key, value, 0.3)
-                out.append(np.concatenate([p.reshape(b - a, -1) for p in (delta, conv, seen)], 1))
+                o = cpu.delta_attention(delta.part(slice(a, b)), weights, history, state)
+                seen = cpu.latent_attention(q[a:b], rows[:b], key, value, 0.3)
+                out.append(np.concatenate([o, seen.reshape(b - a, -1)], 1))
             results.append((np.concatenate(out), state, history))
         for one, other in zip(*results, strict=True):
             np.testing.assert_array_equal(one, other)
@@ -175,6 +220,19 @@ def test_rounded_products_against_the_reference(activations: Activations, limit:
             got = cpu.linear(x, w)
             assert np.abs(got - oracle.linear(x, w)).max() <= 3e-6 * np.abs(exact).max()
             assert np.sqrt(np.square(got - exact).mean()) < limit * typical
+
+
+def test_no_number_in_no_number_out(ops: Ops) -> None:
+    """A row with a NaN or an infinity gives no finite result; its neighbours are not touched."""
+    for activations in ACTIVATION_BITS:
+        chosen = Reference(activations) if ops.name == "numpy" else Cpu(2, activations=activations)
+        w, x = packed("mxfp4", 20, 96), normal(4, 96)
+        clean = chosen.linear(x, w)
+        x[1, 40], x[2, 7] = np.nan, np.inf
+        with np.errstate(all="ignore"):
+            got = chosen.linear(x, w)
+        assert not np.isfinite(got[1:3]).any()
+        np.testing.assert_array_equal(got[[0, 3]], clean[[0, 3]])
 
 
 def test_every_code_and_scale_in_every_product() -> None:
@@ -217,7 +275,7 @@ def test_no_rows_are_no_work(ops: Ops) -> None:
     parts = np.empty((0, 2, 32), np.float32)
     ops.experts(none, np.empty((0, 2), np.int64), {1: {"w1": w, "w2": w, "w3": w}}, act, parts)
     assert ops.combine(parts, np.empty((0, 2), np.float32)).shape == (0, 32)
-    assert ops.mix([none, none], normal(32), 1e-5).shape == (0, 32)
+    assert ops.mix([none, none], normal(32), normal(32), 1e-5).shape == (0, 32)
     assert ops.rms_norm(none, normal(32), 1e-5).shape == (0, 32)
     assert ops.route(none, None, rule())[0].shape == (0, 2)
 
@@ -228,8 +286,10 @@ def test_wrong_arrays_are_refused_by_name() -> None:
         for x in (normal(2, 7), normal(2, 16)[:, ::2], np.zeros((2, 8))):
             with pytest.raises(ValueError, match="x must be contiguous float32"):
                 cpu.linear(x, w)
-        with pytest.raises(ValueError, match="up must be contiguous float32"):
-            cpu.glu(normal(2, 3), normal(3, 3), Activation("silu"))
+        with pytest.raises(ValueError, match="gate must be contiguous float32"):
+            cpu.gated(normal(2, 3), normal(2, 6)[:, ::2])
+        with pytest.raises(ValueError, match="as many columns"):
+            cpu.linears(normal(2, 8), (w, packed("f32", 3, 9)))
 
 
 def test_weights_that_are_not_what_they_say_are_refused() -> None:
@@ -260,34 +320,43 @@ def test_rms_norm(ops: Ops) -> None:
 
 
 def test_mix_weighs_raw_entries_by_normalised_scores(ops: Ops) -> None:
-    entries, w = [normal(4, 6) for _ in range(3)], normal(6)
-    out = ops.mix(entries, w, 1e-5)
+    entries, w, norm = [normal(4, 6) for _ in range(3)], normal(6), normal(6)
+    out = ops.mix(entries, w, norm, 1e-5)
     for t in range(4):
         e = [entry[t].astype(float) for entry in entries]
         s = [float((v / math.sqrt(np.mean(v**2) + 1e-5)) @ w) for v in e]
         a = np.exp(s) / np.sum(np.exp(s))
-        close(out[t], sum(a[i] * e[i] for i in range(3)))
+        mixed = sum(a[i] * e[i] for i in range(3))
+        close(out[t], mixed / math.sqrt(np.mean(mixed**2) + 1e-5) * norm)
+
+
+def identity(width: int) -> Weight:
+    return weight(np.eye(width, dtype=np.float32))
 
 
 @pytest.mark.parametrize("linear", [25.0, 1.5, None])
 def test_situ(ops: Ops, linear: float | None) -> None:
-    g, u = normal(2, 9) * 9, normal(2, 9) * 9
-    gd, ud = g.astype(float), u.astype(float)
-    second = ud if linear is None else linear * np.tanh(ud / linear)
-    expected = 4 * np.tanh(gd / 4) / (1 + np.exp(-gd)) * second
-    close(ops.glu(g, u, Activation("situ", 4.0, linear)), expected)
+    """Of a feed-forward whose matrices change nothing: u is x, so g and u are the same."""
+    x, one = normal(3, 9) * 9, identity(9)
+    xd = x.astype(float)
+    second = xd if linear is None else linear * np.tanh(xd / linear)
+    expected = 4 * np.tanh(xd / 4) / (1 + np.exp(-xd)) * second
+    act = Activation("situ", 4.0, linear)
+    close(ops.mlp(x, {"w1": one, "w2": one, "w3": one}, act), expected)
 
 
 def test_silu(ops: Ops) -> None:
-    g, u = normal(2, 9), normal(2, 9)
-    close(ops.glu(g, u, Activation("silu")), g / (1 + np.exp(-g.astype(float))) * u)
+    x, one, up = normal(2, 9), identity(9), normal(9, 9)
+    wide = x.astype(float)
+    expected = wide / (1 + np.exp(-wide)) * (wide @ up.T.astype(float))
+    close(ops.mlp(x, {"w1": one, "w2": one, "w3": weight(up)}, Activation("silu")), expected)
 
 
 @pytest.mark.parametrize("far", [1e4, -1e4, 88.0, -120.0])
 def test_sigmoid_does_not_overflow(ops: Ops, far: float) -> None:
-    got = ops.sigmoid(np.array([far, 0.0], np.float32))
-    assert abs(got[0] - (far > 0)) < 1e-38
-    assert got[1] == 0.5
+    got = ops.gated(np.ones((1, 2), np.float32), np.array([[far, 0.0]], np.float32))
+    assert abs(got[0, 0] - (far > 0)) < 1e-38
+    assert got[0, 1] == 0.5
 
 
 def test_experts_compute_the_rows_that_chose_them(ops: Ops) -> None:
@@ -304,7 +373,7 @@ def test_experts_compute_the_rows_that_chose_them(ops: Ops) -> None:
                 assert (parts[t, place] == -3).all()
                 continue
             w1, w2, w3 = (unpack(w[n]) for n in ("w1", "w2", "w3"))
-            expected = ops.glu(x[t, None] @ w1.T, x[t, None] @ w3.T, act)[0] @ w2.T
+            expected = glu(x[t, None] @ w1.T, x[t, None] @ w3.T, act)[0] @ w2.T
             np.testing.assert_allclose(
                 parts[t, place], expected, atol=1e-6 * np.abs(expected).max()
             )
@@ -312,13 +381,27 @@ def test_experts_compute_the_rows_that_chose_them(ops: Ops) -> None:
     close(ops.combine(parts, shares), (shares[:, :, None] * parts).sum(1))
 
 
-def test_short_conv_continues_over_borders(ops: Ops) -> None:
+def test_more_rows_than_are_computed_at_once(ops: Ops) -> None:
+    """Experts with few and with many rows, and a feed-forward of more than 256."""
+    act, fmt = Activation("situ", 4.0, 25.0), "f32"
+    shapes = {"w1": (64, 32), "w2": (32, 64), "w3": (64, 32)}
+    feeds = {e: {n: packed(fmt, *s) for n, s in shapes.items()} for e in range(5)}
+    x, ids = normal(600, 32), np.argsort(rng.random((600, 5)), axis=1)[:, :2].copy()
+    ids[:300, 0], ids[:300, 1] = 3, 4  # more rows than fit beside the others
+    parts = np.zeros((600, 2, 32), np.float32)
+    ops.experts(x, ids, feeds, act, parts)
+    for e, feed in feeds.items():
+        rows, places = np.nonzero(ids == e)
+        np.testing.assert_array_equal(parts[rows, places], ops.mlp(x, feed, act)[rows])
+
+
+def test_short_conv_continues_over_borders() -> None:
     x, taps = normal(11, 6), normal(4, 6)
     whole, history = (
-        ops.short_conv(x, np.zeros((3, 6), np.float32), taps),
+        short_conv(x, np.zeros((3, 6), np.float32), taps),
         np.zeros((3, 6), np.float32),
     )
-    parts = [ops.short_conv(x[a:b], history, taps) for a, b in ((0, 1), (1, 3), (3, 11))]
+    parts = [short_conv(x[a:b], history, taps) for a, b in ((0, 1), (1, 3), (3, 11))]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
     np.testing.assert_array_equal(history, x[-3:])
     for t in range(11):
@@ -327,20 +410,20 @@ def test_short_conv_continues_over_borders(ops: Ops) -> None:
             assert abs(whole[t, c] - y / (1 + math.exp(-y))) < 1e-5
 
 
-def test_decay_in_both_forms(ops: Ops) -> None:
+def test_decay_in_both_forms() -> None:
     x, a = normal(2, 3, 4) * 5, normal(3)
     rate = np.exp(a.astype(float))[:, None]
-    close(ops.decay(x, a, -5.0), -5.0 / (1 + np.exp(-rate * x)))
-    close(ops.decay(x, a, None), -rate * np.log1p(np.exp(x.astype(float))))
+    close(log_decay(x, a, -5.0), -5.0 / (1 + np.exp(-rate * x)))
+    close(log_decay(x, a, None), -rate * np.log1p(np.exp(x.astype(float))))
 
 
-def test_delta_rule_step_by_step(ops: Ops) -> None:
+def test_delta_rule_step_by_step() -> None:
     H, K, T = 2, 5, 6
     q, k, v = normal(T, H, K), normal(T, H, K), normal(T, H, K)
     g, beta = -np.abs(normal(T, H, K)), np.abs(normal(T, H))
     start = normal(H, K, K)
     state = start.copy()
-    out = ops.delta_rule(q, k, v, g, beta, state)
+    out = delta_rule(q, k, v, g, beta, state)
     for h in range(H):
         s = start[h].astype(float)
         for t in range(T):
@@ -350,36 +433,54 @@ def test_delta_rule_step_by_step(ops: Ops) -> None:
         close(state[h], s, 1e-4)
 
 
-def test_delta_rule_in_pieces_gives_the_same_bits(ops: Ops) -> None:
-    args = [
-        normal(7, 2, 4),
-        normal(7, 2, 4),
-        normal(7, 2, 4),
-        -np.abs(normal(7, 2, 4)),
-        np.abs(normal(7, 2)),
+@pytest.mark.parametrize("bound", [-5.0, None])
+@pytest.mark.parametrize("width", [5, 64, 72])
+def test_delta_attention_step_by_step(ops: Ops, bound: float | None, width: int) -> None:
+    """The whole piece in float64, from raw products to the gated output."""
+    T, H, C = 6, 2, 2 * width
+    rows, w = delta_case(T, H, width, bound)
+    start, before = normal(H, width, width), normal(3, 3, C)
+    state, history = start.copy(), before.copy()
+    out = ops.delta_attention(rows, w, history, state)
+    s = start.astype(float)
+    inputs = [
+        np.concatenate([b, x]).astype(float)
+        for b, x in zip(before, (rows.q, rows.k, rows.v), strict=True)
     ]
-    one, many = np.zeros((2, 4, 4), np.float32), np.zeros((2, 4, 4), np.float32)
-    whole = ops.delta_rule(*args, one)
-    parts = [ops.delta_rule(*(a[n : n + 1] for a in args), many) for n in range(7)]
-    np.testing.assert_array_equal(np.concatenate(parts), whole)
-    np.testing.assert_array_equal(one, many)
+    for t in range(T):
+        conv = [(z[t : t + 4] * taps).sum(0) for z, taps in zip(inputs, w.taps, strict=True)]
+        q, k, v = ((y / (1 + np.exp(-y))).reshape(H, width) for y in conv)
+        q /= np.sqrt(np.square(q).sum(1, keepdims=True) + 1e-6) * math.sqrt(width)
+        k /= np.sqrt(np.square(k).sum(1, keepdims=True) + 1e-6)
+        x = (rows.decay[t] + w.dt_bias).astype(float).reshape(H, width)
+        rate = np.exp(w.a_log.astype(float))[:, None]
+        decay = -rate * np.log1p(np.exp(x)) if bound is None else bound / (1 + np.exp(-rate * x))
+        beta = 1 / (1 + np.exp(-rows.beta[t].astype(float)))
+        s *= np.exp(decay)[:, :, None]
+        error = v - np.einsum("hkv,hk->hv", s, k)
+        s += np.einsum("h,hk,hv->hkv", beta, k, error)
+        o = np.einsum("hkv,hk->hv", s, q)
+        o /= np.sqrt(np.square(o).mean(1, keepdims=True) + 1e-5)
+        gate = 1 / (1 + np.exp(-rows.gate[t].astype(float)))
+        close(out[t], (o * w.norm).reshape(-1) * gate, 1e-4)
+    close(state, s, 1e-4)
+    np.testing.assert_array_equal(history, np.stack(raw)[:, -3:])
 
 
 def test_latent_attention_is_attention_over_lifted_rows(ops: Ops) -> None:
     H, N, X, r, M, S, T = 3, 4, 2, 5, 6, 9, 3
-    q, extra, rows, key, value = (
-        normal(T, H, N),
-        normal(T, H, X),
+    q, rows, key, value = (
+        normal(T, H, N + X),
         normal(S, r + X),
         normal(H, N, r),
         normal(H, M, r),
     )
-    out = ops.latent_attention(q, extra, rows, key, value, 0.4)
+    out = ops.latent_attention(q, rows, key, value, 0.4)
     for t in range(T):
         seen = rows[: S - T + t + 1].astype(float)
         for h in range(H):
             keys = np.concatenate([seen[:, :r] @ key[h].T, seen[:, r:]], 1)
-            s = np.concatenate([q[t, h], extra[t, h]]) @ keys.T * 0.4
+            s = q[t, h] @ keys.T * 0.4
             p = np.exp(s - s.max()) / np.exp(s - s.max()).sum()
             close(out[t, h], p @ (seen[:, :r] @ value[h].T), 1e-4)
 

@@ -79,5 +79,8 @@ def test_the_real_file_is_accepted_where_it_is_at_hand(k3: Path) -> None:
         pytest.skip("needs the published config.json of Kimi K3 in ../shared/fixtures/k3-meta")
     text = json.loads(real.read_text())
     assert kimi_k3.read_config(Fields(text, "")) == kimi_k3.read_config(Fields(k3_config(), ""))
-    for key, value in k3_config()["text_config"].items():
+    ours = k3_config()["text_config"]
+    packing = ours.pop("quantization_config")  # only what tells how experts are packed
+    assert text["text_config"]["quantization_config"]["format"] == packing["format"]
+    for key, value in ours.items():
         assert text["text_config"][key] == value
