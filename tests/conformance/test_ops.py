@@ -443,10 +443,8 @@ def test_delta_attention_step_by_step(ops: Ops, bound: float | None, width: int)
     state, history = start.copy(), before.copy()
     out = ops.delta_attention(rows, w, history, state)
     s = start.astype(float)
-    inputs = [
-        np.concatenate([b, x]).astype(float)
-        for b, x in zip(before, (rows.q, rows.k, rows.v), strict=True)
-    ]
+    raw = (rows.q, rows.k, rows.v)
+    inputs = [np.concatenate(z).astype(float) for z in zip(before, raw, strict=True)]
     for t in range(T):
         conv = [(z[t : t + 4] * taps).sum(0) for z, taps in zip(inputs, w.taps, strict=True)]
         q, k, v = ((y / (1 + np.exp(-y))).reshape(H, width) for y in conv)
