@@ -96,13 +96,11 @@ class LLM:
         self.sampling = read_sampling(generation)
         self.tokenizer = load_tokenizer(self.folder)
         self.chat_format: ChatFormat | None = load_chat(self.folder, self.tokenizer)
+        ops = best_backend(config.threads, config.activations)
+        self.activations = ops.activations
+        self.description = f"{self.folder.name}: {ops.activations} activations, {ops.description}"
         with self.spans.span("load"):
-            self._loaded = load_model(
-                checkpoint,
-                best_backend(config.threads, config.activations),
-                self.spans,
-                config.expert_cache_bytes,
-            )
+            self._loaded = load_model(checkpoint, ops, self.spans, config.expert_cache_bytes)
         try:
             ends = self._stop_ids(checkpoint.config, generation)
             self.engine = Engine(self._loaded.model, config, self.spans, ends)

@@ -133,6 +133,15 @@ typedef struct {
 FINBACK_API void finback_route(const float *logits, const float *bias, const finback_router *r,
                                int64_t tokens, int64_t *ids, float *weights);
 
+/* --- picking tokens --------------------------------------------------------------------------------- */
+
+/* shares[i] = e^((logits[i] - largest) / temperature), and their sum. */
+FINBACK_API void finback_shares(const float *logits, int64_t size, float largest, float temperature,
+                                float *shares, double *total);
+
+/* The numbers of the `count` (at most `size`) largest values, best first, of equals the lower first. */
+FINBACK_API void finback_likeliest(const float *values, int64_t size, int64_t count, int64_t *ids);
+
 /* --- measuring -------------------------------------------------------------------------------------- */
 
 /* Read memory once, with all threads; `largest` gets a value that depends on it. */

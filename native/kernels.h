@@ -43,6 +43,12 @@
     (const float *logits, const float *bias, const finback_router *r, int64_t tokens,              \
      int64_t *ids, float *weights),                                                                \
     (logits, bias, r, tokens, ids, weights))                                                       \
+  K(shares,                                                                                        \
+    (const float *logits, int64_t size, float largest, float temperature, float *shares,           \
+     double *total),                                                                               \
+    (logits, size, largest, temperature, shares, total))                                           \
+  K(likeliest, (const float *values, int64_t size, int64_t count, int64_t *ids),                   \
+    (values, size, count, ids))                                                                    \
   K(read_memory, (const void *data, int64_t bytes, float *largest), (data, bytes, largest))
 
 #define DECLARE_BASE(name, parameters, arguments) void name##_base parameters;

@@ -53,6 +53,9 @@ def test_logits_of_every_position(llm: LLM) -> None:
     reference = load_file(TINY / "reference.safetensors")
     logits = llm.logits(reference["input_ids"].tolist())
     assert logits.dtype == np.float32
+    assert np.abs(logits - reference["logits_f64"]).max() < 5e-3
+    with LLM(TINY, activations="float32") as exact:
+        logits = exact.logits(reference["input_ids"].tolist())
     assert np.abs(logits - reference["logits_f64"]).max() < 1e-3
 
 

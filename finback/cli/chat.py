@@ -20,6 +20,7 @@ from finback.cli.run import (
     TopP,
     sampling_of,
 )
+from finback.config import DEFAULT_ACTIVATIONS
 from finback.errors import ContextTooLong, RequestError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def chat(
     min_p: MinP = None,
     seed: Seed = None,
     threads: Threads = None,
-    activations: ActivationsOption = "float32",
+    activations: ActivationsOption = DEFAULT_ACTIVATIONS,
 ) -> None:
     """Talk with a model. /help lists what can be typed besides messages."""
     sampling = sampling_of(locals())
@@ -52,7 +53,7 @@ def chat(
     with LLM(model, threads=threads, activations=activations) as llm:
         if llm.chat_format is None:
             raise RequestError(f"{llm.folder.name} has no chat format; use `finback run --raw`")
-        output.talk(output.dim(f"{llm.folder.name}, /help for help"))
+        output.talk(output.dim(f"{llm.description}; /help for help"))
         messages = _opening(system)
         while (line := _read_line()) is not None:
             command, _, rest = line.partition(" ")

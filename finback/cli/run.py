@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from finback.cli import output
-from finback.config import MAX_SEED, Activations, SamplingParams
+from finback.config import DEFAULT_ACTIVATIONS, MAX_SEED, Activations, SamplingParams
 from finback.errors import UsageError
 from finback.units import human_bytes, human_seconds
 
@@ -76,7 +76,7 @@ def run(
     min_p: MinP = None,
     seed: Seed = None,
     threads: Threads = None,
-    activations: ActivationsOption = "float32",
+    activations: ActivationsOption = DEFAULT_ACTIVATIONS,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text; repeatable.")
     ] = None,
@@ -97,6 +97,8 @@ def run(
     from finback.llm import LLM
 
     with LLM(model, threads=threads, activations=activations) as llm:
+        if not quiet and not as_json:
+            output.talk(output.dim(llm.description))
         as_chat = chat if chat is not None else llm.chat_format is not None
         answer = Answer(llm, _messages(text, system) if as_chat else text, think, sampling)
         if not as_chat and not as_json and not quiet:
@@ -207,6 +209,7 @@ def report(llm: "LLM", out: Any, as_chat: bool) -> dict[str, Any]:
     s = out.stats
     value: dict[str, Any] = {
         "model": llm.folder.name,
+        "activations": llm.activations,
         "text": out.text,
         "finish_reason": out.finish_reason,
         "token_ids": out.token_ids,

@@ -5,8 +5,10 @@ import numpy as np
 from finback.checkpoint.formats import Array
 from finback.config import SamplingParams
 from finback.errors import DamagedFile
+from finback.kernels.ops import Ids
+from finback.kernels.sampling import likeliest, shares
 
-FIRST_SORTED = 256  # ids sorted at first; eight times more where the filters keep more
+FIRST_SORTED = 64  # ids sorted at first; eight times more where the filters keep more
 
 
 def pick(logits: Array, sampling: SamplingParams, seed: int, position: int) -> int:
@@ -24,14 +26,11 @@ def pick(logits: Array, sampling: SamplingParams, seed: int, position: int) -> i
         )
     if sampling.temperature == 0:
         return int(logits.argmax())
-    with np.errstate(over="ignore"):  # a tiny temperature makes the others infinitely unlikely
-        shares = np.exp((logits.astype(np.float64) - float(logits.max())) / sampling.temperature)
-    total = float(shares.sum())
-    order = _likeliest(logits, shares, total, sampling)
-    kept = shares[order]
+    odds, total = shares(logits, sampling.temperature)
+    order = _candidates(logits, odds, total, sampling)
+    kept = odds[order].astype(np.float64)
     if sampling.top_k:
-        total = float(kept[: sampling.top_k].sum())
-        order, kept = order[: sampling.top_k], kept[: sampling.top_k]
+        total = float(kept.sum())
     count = len(kept)
     if sampling.top_p < 1:
         count = int(np.searchsorted(kept.cumsum(), sampling.top_p * total)) + 1
@@ -42,25 +41,24 @@ def pick(logits: Array, sampling: SamplingParams, seed: int, position: int) -> i
     return int(order[min(drawn, len(sums) - 1)])
 
 
-def _likeliest(
-    logits: Array, shares: np.ndarray, total: float, sampling: SamplingParams
-) -> np.ndarray:
+def _candidates(logits: Array, odds: Array, total: float, sampling: SamplingParams) -> Ids:
     """Sort as many of the likeliest ids as the filters can keep, the lower of equals first.
 
-    A whole vocabulary is rarely needed, and sorting it costs more than everything else here.
+    Without a filter every id is kept, and in no need of an order.
     """
     size = len(logits)
-    has_tail = sampling.top_p == 1 and sampling.min_p == 0
-    count = sampling.top_k or (size if has_tail else FIRST_SORTED)
-    while count < size:
-        least = np.partition(logits, size - count)[size - count]
-        ids = np.flatnonzero(logits >= least)  # all of equals, so that the lower ones are there
-        kept = shares[ids]
-        is_past_top_p = sampling.top_p < 1 and kept.sum() > sampling.top_p * total * (1 + 1e-9)
-        if sampling.top_k or is_past_top_p or kept.min() < sampling.min_p:
-            return ids[np.argsort(-logits[ids], kind="stable")]
+    if sampling.top_k:
+        return likeliest(logits, sampling.top_k)
+    if sampling.top_p == 1 and sampling.min_p == 0:
+        return np.arange(size)
+    count = FIRST_SORTED
+    while True:
+        ids = likeliest(logits, count)
+        kept = odds[ids]
+        is_past_top_p = kept.sum(dtype=np.float64) > sampling.top_p * total * (1 + 1e-9)
+        if count >= size or is_past_top_p or kept[-1] < sampling.min_p * kept[0]:
+            return ids
         count *= 8
-    return np.argsort(-logits, kind="stable")
 
 
 def _uniform(seed: int, position: int) -> float:

@@ -2,7 +2,7 @@
 
 import logging
 
-from finback.config import Activations
+from finback.config import DEFAULT_ACTIVATIONS, Activations
 from finback.kernels.cpu import Cpu
 from finback.kernels.library import describe, library
 from finback.kernels.ops import Ops
@@ -11,7 +11,7 @@ from finback.kernels.reference import Reference
 logger = logging.getLogger(__name__)
 
 
-def best_backend(threads: int | None = None, activations: Activations = "float32") -> Ops:
+def best_backend(threads: int | None = None, activations: Activations = DEFAULT_ACTIVATIONS) -> Ops:
     """Take the native library where it was built, else NumPy, and say so."""
     if library() is None:
         logger.warning(

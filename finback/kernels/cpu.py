@@ -85,12 +85,18 @@ class Cpu:
                 f"FINBACK_ISA is {wanted!r}, but this machine and build have "
                 f"{', '.join(instruction_sets())}"
             )
-        loaded.finback_set_threads(threads or available_threads())
+        self._threads = threads or available_threads()
+        loaded.finback_set_threads(self._threads)
 
     @property
     def isa(self) -> str:
         """Name the instruction set in use."""
         return bytes(self._lib.finback_isa()).decode()
+
+    @property
+    def description(self) -> str:
+        """Name the instruction set and the number of threads."""
+        return f"{self.isa}, {self._threads} thread{'s' if self._threads > 1 else ''}"
 
     def resident(self, weight: Weight) -> Weight:
         """Keep the published bytes: the kernels compute on them."""

@@ -93,6 +93,8 @@ _ARGUMENTS = {
     "gated": (c_void_p, c_void_p, c_int64, c_int64, c_void_p),
     "delta_attention": (c_void_p,) * 5,
     "latent_attention": (c_void_p,) * 6,
+    "shares": (c_void_p, c_int64, c_float, c_float, c_void_p, c_void_p),
+    "likeliest": (c_void_p, c_int64, c_int64, c_void_p),
     "read_memory": (c_void_p, c_int64, c_void_p),
     "route": (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p),
 }

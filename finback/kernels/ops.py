@@ -94,6 +94,11 @@ class Ops(Protocol):
     activations: Activations
     keeps_published_bytes: bool  # or resident weights grow to float32
 
+    @property
+    def description(self) -> str:
+        """Say for people what computes, and on how much."""
+        ...
+
     def resident(self, weight: Weight) -> Weight:
         """Take a weight that will stay in memory, in whatever format this backend computes on."""
         ...

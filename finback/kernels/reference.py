@@ -27,6 +27,7 @@ class Reference:
     """The NumPy backend."""
 
     name = "numpy"
+    description = "NumPy"
     keeps_published_bytes = False
 
     def __init__(self, activations: Activations = "float32") -> None:

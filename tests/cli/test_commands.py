@@ -37,10 +37,10 @@ def test_text_on_stdout_and_talk_on_stderr() -> None:
     done = run("--raw", "The whale")
     assert done.returncode == 0
     assert "tokens/s" not in done.stdout
-    figures = done.stderr.strip().splitlines()
-    assert len(figures) == 1
+    start, figures = done.stderr.strip().splitlines()
+    assert start.startswith("tiny-k3: int16 activations, ")
     for word in ("tokens/s", "read per token", "computing", "reading", "seed 1"):
-        assert word in figures[0]
+        assert word in figures
 
 
 def test_quiet_prints_the_answer_alone() -> None:
@@ -56,6 +56,7 @@ def test_json_holds_everything() -> None:
     assert len(value["token_ids"]) == 6
     assert value["finish_reason"] == "length"
     assert value["seed"] == 1
+    assert value["activations"] == "int16"
     assert value["stats"]["tokens"] == 6
     assert value["stats"]["bytes_read"] > 0
     chat = json.loads(run("--json", "--no-think", "x").stdout)

@@ -69,7 +69,7 @@ def test_storyteller(tmp_path: Path) -> None:
 def compare(folder: Path, ids: list[int], tmp_path: Path) -> None:
     """Check every log-probability and the most likely token of both paths."""
     theirs = ask_llama_cpp(folder, ids, tmp_path)
-    with LLM(folder) as llm:
+    with LLM(folder, activations="float32") as llm:
         whole = log_softmax(llm.logits(ids))
         continued = log_softmax(llm.logits(ids[:GREEDY_PROMPT] + theirs.chosen[:-1]))
     greedy = continued[GREEDY_PROMPT - 1 :]
