@@ -15,12 +15,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finback.checkpoint.index import open_checkpoint
 from finback.config import Activations
 from finback.errors import FinbackError, UsageError
 from finback.kernels.library import available_threads
 from finback.llm import LLM
+from finback.planner.footprint import measure_footprint
+from finback.planner.synth import cut_down, find_config, synthesise
 
 PROMPT = [5, 17, 99]
+# All 16 experts of four routed layers, and a spine of as much again: about 1.7 GB a token.
+SMALL: dict[str, Any] = {
+    "layers": 5,
+    "hidden": 1536,
+    "experts": 16,
+    "changes": {"vocab_size": 32000},
+}
 WAYS: tuple[Activations, ...] = ("int16", "int8", "float32")
 
 
@@ -51,7 +61,7 @@ def compare_with_llama_cpp(
     """Decode with both, in alternating rounds.
 
     Args:
-        folder: A K3 checkpoint that fits into memory three times.
+        folder: A K3 checkpoint that fits into memory three times; written where there is none.
         gguf: The same as GGUF; written if it is not there.
         tokens: Tokens a round.
         rounds: Rounds of each engine; medians are reported.
@@ -63,10 +73,10 @@ def compare_with_llama_cpp(
         FinbackError: llama.cpp did not run.
     """
     _require_packages()
-    from finback.checkpoint.index import open_checkpoint
-    from finback.planner.footprint import measure_footprint
-
     threads = threads or available_threads()
+    if not folder.exists():
+        progress(f"writing random weights to {folder}")
+        synthesise(folder, cut_down(find_config("kimi-k3"), **SMALL))
     if not gguf.exists():
         from finback.bench.gguf_writer import write_gguf
 

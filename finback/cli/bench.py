@@ -1,10 +1,12 @@
 """`finback bench`: this machine's limits and how near finback comes to them."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from finback.cli import output
+from finback.units import human_bytes
 
 if TYPE_CHECKING:
     from finback.bench.kernels import KernelReport
@@ -27,6 +29,51 @@ def kernels(
         output.json_data(report.as_json())
     else:
         output.data(_as_text(report))
+
+
+@app.command("peers")
+def peers(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="A Kimi K3 checkpoint that fits into memory three times; where there is none, "
+            "a small one of random weights is written there.",
+            metavar="DIR",
+        ),
+    ],
+    tokens: Annotated[int, typer.Option(help="Tokens a round.", min=2)] = 32,
+    rounds: Annotated[int, typer.Option(help="Rounds to take the median of.", min=1)] = 5,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of both; all cores if left out.", min=1)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Decode beside llama.cpp: the same weights, everything in memory, rounds in turn.
+
+    Needs the oracle extra. The weights are written a second time, as DIR.gguf.
+    """
+    from finback.bench.peers import compare_with_llama_cpp
+
+    report = compare_with_llama_cpp(
+        model,
+        model.with_name(model.name + ".gguf"),
+        tokens,
+        rounds,
+        threads,
+        lambda text: output.talk(output.dim(text)),
+    )
+    if as_json:
+        output.json_data(report.as_json())
+        return
+    rows = [
+        (name, f"{rate:.2f}", f"{report.of_llama_cpp[name]:.2f}")
+        for name, rate in report.tokens_per_s.items()
+    ]
+    output.data(
+        f"{report.threads} threads, {human_bytes(report.bytes_per_token)} touched per token; "
+        f"medians of {rounds} rounds of {report.tokens} tokens.\n\n"
+        + output.table(("engine", "tokens/s", "of llama.cpp"), rows)
+    )
 
 
 def _as_text(report: "KernelReport") -> str:
