@@ -7,11 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar, get_args
 
 from finback.errors import RequestError, UsageError
+from finback.units import parse_bytes
 
 MAX_SEED = 2**64 - 1
 T = TypeVar("T")
 Activations = Literal["float32", "int16", "int8"]
 DEFAULT_ACTIVATIONS: Activations = "int16"
+POLICY_NAMES = ("distance", "frequency", "recency")
+DEFAULT_POLICY = "distance"
+MAY_BE_NONE = ("threads", "context", "expert_slots")
 
 
 def with_known_options(cls: type[T], options: Mapping[str, Any], error: type[Exception]) -> T:
@@ -29,7 +33,15 @@ class EngineConfig:
 
     max_rows: int = 256  # tokens computed in one pass over the layers
     max_sequences: int = 64  # sequences computed together
-    expert_cache_bytes: int = 1 << 30  # experts kept in memory
+    context: int | None = None  # tokens of one sequence; 16,384 or what the model holds if less
+    # Everything this process may hold: `4GiB`, `50%` of the machine, or `auto`.
+    memory: str = "auto"
+    expert_slots: int | None = None  # experts kept in memory; what the memory allows if None
+    stream_spine: bool | None = None  # read what every token uses anew each step; if None as needed
+    policy: str = DEFAULT_POLICY  # which expert to give up
+    guesses: bool = True  # read experts ahead that may be wanted
+    read_threads: int = 4  # for each disk
+    direct_reads: bool = True  # past the page cache, where that is possible
     threads: int | None = None  # computing threads; all cores this process may use if None
     # How rows are rounded before products with quantised weights: int16 has a relative error of
     # 2e-5, eighty times finer than the bfloat16 of Kimi K3's own code, int8 of 5e-3.
@@ -46,13 +58,20 @@ class EngineConfig:
                 f"activations must be one of {', '.join(get_args(Activations))}, "
                 f"not {self.activations!r}"
             )
-        lowest = {"max_rows": 1, "max_sequences": 1, "expert_cache_bytes": 0, "threads": 1}
-        for name, low in lowest.items():
+        if self.policy not in POLICY_NAMES:
+            raise UsageError(
+                f"policy must be one of {', '.join(POLICY_NAMES)}, not {self.policy!r}"
+            )
+        for name in ("max_rows", "max_sequences", "read_threads", *MAY_BE_NONE):
             value = getattr(self, name)
-            if name == "threads" and value is None:
+            if name in MAY_BE_NONE and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise UsageError(f"{name} must be a whole number of at least {low}, not {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UsageError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if not isinstance(self.memory, str):
+            raise UsageError(f"memory is a text such as 4GiB, 50% or auto, not {self.memory!r}")
+        if self.memory != "auto":
+            parse_bytes(self.memory, 1 << 30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

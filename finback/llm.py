@@ -1,5 +1,6 @@
 """The Python face: load a model, then generate, stream, chat, tokenize, or get logits."""
 
+import dataclasses
 import logging
 import secrets
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -19,7 +20,8 @@ from finback.engine.sequence import Delta, FinishReason
 from finback.errors import CheckpointError, FinbackError, RequestError, UsageError
 from finback.hub.local import STORYTELLER, find_model
 from finback.kernels.backends import best_backend
-from finback.models.loading import load_model
+from finback.models.loading import load_model, read_needs
+from finback.planner.memory import plan_memory
 from finback.spans import Spans
 from finback.text.chat import ChatFormat, ChatOptions, load_chat
 from finback.text.parse import ParsedMessage, Piece, collect
@@ -100,7 +102,15 @@ class LLM:
         self.activations = ops.activations
         self.description = f"{self.folder.name}: {ops.activations} activations, {ops.description}"
         with self.spans.span("load"):
-            self._loaded = load_model(checkpoint, ops, self.spans, config.expert_cache_bytes)
+            needs = read_needs(checkpoint)
+            self.plan = plan_memory(needs, config, ops)
+            config = dataclasses.replace(
+                config,
+                max_rows=self.plan.max_rows,
+                max_sequences=self.plan.max_sequences,
+                context=self.plan.context,
+            )
+            self._loaded = load_model(needs, self.plan, ops, self.spans, config)
         try:
             ends = self._stop_ids(checkpoint.config, generation)
             self.engine = Engine(self._loaded.model, config, self.spans, ends)

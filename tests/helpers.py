@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 
 from finback.checkpoint.index import open_checkpoint
+from finback.config import EngineConfig
 from finback.kernels.ops import Ops
 from finback.kernels.reference import Reference
 from finback.models.base import Model, Run, TokenBatch
-from finback.models.loading import load_model
+from finback.models.loading import Loaded, load_model, read_needs
 from finback.models.state import SequenceState
+from finback.planner.memory import plan_memory
 from finback.spans import Spans
 
 
@@ -30,10 +32,19 @@ class Recorder:
         self.routes[layer] = ids.copy()
 
 
-def load(folder: Path, cache_bytes: int = 1 << 30, ops: Ops | None = None) -> Model:
+def load(folder: Path, ops: Ops | None = None, **options: Any) -> Model:
     """Load a model, with the reference backend unless another is given."""
+    return load_all(folder, ops, **options).model
+
+
+def load_all(
+    folder: Path, ops: Ops | None = None, spans: Spans | None = None, **options: Any
+) -> Loaded:
+    """Load a model with what it reads from; `options` are fields of EngineConfig."""
     backend = Reference() if ops is None else ops
-    return load_model(open_checkpoint(folder), backend, Spans(), cache_bytes).model
+    config, needs = EngineConfig(**options), read_needs(open_checkpoint(folder))
+    plan = plan_memory(needs, config, backend)
+    return load_model(needs, plan, backend, spans or Spans(), config)
 
 
 def extend(

@@ -73,7 +73,7 @@ def test_figures_add_up(llm: LLM) -> None:
     stats = llm.generate("x", max_tokens=10, seed=1).stats
     assert stats.tokens == 10
     assert stats.compute_s + stats.read_s <= stats.prompt_s + stats.decode_s
-    fresh = LLM(TINY, expert_cache_bytes=0).generate("x", max_tokens=10, seed=1).stats
+    fresh = LLM(TINY, expert_slots=1).generate("x", max_tokens=10, seed=1).stats
     # 8 routed layers, 4 of 16 experts of 9,792 bytes each; the last token is not computed.
     assert fresh.bytes_read == 10 * 8 * 4 * 9_792
 
@@ -98,7 +98,7 @@ def test_a_record_holds_one_answer(llm: LLM) -> None:
 
 
 def test_a_closed_model_says_so_and_a_failed_load_leaks_nothing(broken: Path) -> None:
-    closed = LLM(TINY, expert_cache_bytes=0)
+    closed = LLM(TINY, expert_slots=1)
     closed.close()
     with pytest.raises(UsageError, match="has been closed"):
         closed.generate("x")
@@ -121,7 +121,7 @@ def test_leaving_a_stream_early_frees_its_sequence(llm: LLM) -> None:
 
 def test_the_same_text_whatever_the_cache_and_the_rows(llm: LLM) -> None:
     expected = llm.generate("The whale and the sea", max_tokens=15, seed=9).token_ids
-    with LLM(TINY, expert_cache_bytes=0, max_rows=2, threads=3) as other:
+    with LLM(TINY, expert_slots=1, max_rows=2, threads=3) as other:
         assert other.generate("The whale and the sea", max_tokens=15, seed=9).token_ids == expected
 
 
@@ -142,7 +142,7 @@ def test_bad_prompts_are_refused_at_once(llm: LLM) -> None:
 
 
 def test_a_file_that_shrinks_while_in_use_is_named(broken: Path) -> None:
-    llm = LLM(broken, expert_cache_bytes=0)
+    llm = LLM(broken, expert_slots=1)
     for path in broken.glob("model-0000[2-9]*"):
         with path.open("r+b") as file:
             file.truncate(200)
@@ -174,12 +174,9 @@ def test_conversations_of_other_shapes_are_refused(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": "x"}], {"thinking": False})  # type: ignore[arg-type]
 
 
-def test_a_model_that_does_not_fit_is_refused_before_it_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("finback.models.loading.available_bytes", lambda: 1_000_000)
-    with pytest.raises(CapacityError, match="every token uses takes 3.95 MB, 1 MB of memory are"):
-        LLM(TINY)
+def test_a_model_that_does_not_fit_is_refused_before_it_is_read() -> None:
+    with pytest.raises(CapacityError, match=r"needs at least [0-9]+ MiB, the budget is 20 MiB"):
+        LLM(TINY, memory="20MiB")
 
 
 @pytest.mark.parametrize("prompt", [None, 5, b"ab", [None]])

@@ -91,9 +91,7 @@ def compare_with_llama_cpp(
         engines: dict[str, Callable[[], float]] = {}
         for way in WAYS:
             options: dict[str, Any] = {"threads": threads, "activations": way}
-            llm = stack.enter_context(
-                LLM(folder, expert_cache_bytes=footprint.expert_bytes, **options)
-            )
+            llm = stack.enter_context(LLM(folder, **options))
             engines[f"finback {way}"] = lambda llm=llm: _decode(llm, tokens)  # type: ignore[misc]
         peer = stack.enter_context(_LlamaCpp(gguf, threads))
         engines["llama.cpp"] = lambda: peer.decode(tokens)

@@ -33,6 +33,8 @@ class Engine:
         """
         self.model, self.spans, self._config = model, spans, config
         self._stop_ids = frozenset(stop_ids)
+        most = model.shape.max_positions
+        self.context = min(config.context or most, most)  # tokens of a sequence
         self._scheduler = Scheduler(config)
         self._numbers = itertools.count(1)
 
@@ -50,7 +52,7 @@ class Engine:
         """
         ids = list(token_ids)
         self.check_prompt(ids)
-        room = self.model.shape.max_positions - len(ids)
+        room = self.context - len(ids)
         sequence = Sequence(
             number=next(self._numbers),
             tokens=ids,
@@ -67,11 +69,10 @@ class Engine:
     def check_prompt(self, token_ids: Seq[int]) -> None:
         """Refuse what `add` would refuse, without adding anything."""
         self._check_ids(token_ids)
-        size = self.model.shape.max_positions
-        if len(token_ids) >= size:
+        if len(token_ids) >= self.context:
             raise ContextTooLong(
-                f"the prompt has {len(token_ids)} tokens and the model holds {size}, "
-                "answer included; shorten the prompt"
+                f"the prompt has {len(token_ids)} tokens and {self._holder()} holds "
+                f"{self.context}, answer included; shorten the prompt"
             )
 
     def step(self) -> list[Delta]:
@@ -121,10 +122,8 @@ class Engine:
         """
         ids = list(token_ids)
         self._check_ids(ids)
-        if len(ids) > self.model.shape.max_positions:
-            raise ContextTooLong(
-                f"{len(ids)} tokens, but the model holds {self.model.shape.max_positions}"
-            )
+        if len(ids) > self.context:
+            raise ContextTooLong(f"{len(ids)} tokens, but {self._holder()} holds {self.context}")
         state = self.model.new_state()
         parts = []
         for start in range(0, len(ids), self._config.max_rows):
@@ -143,6 +142,10 @@ class Engine:
     def check(self) -> None:
         """Test the invariants of everything the engine owns."""
         self._scheduler.check()
+
+    def _holder(self) -> str:
+        is_whole = self.context == self.model.shape.max_positions
+        return "the model" if is_whole else "the memory plan (see --context)"
 
     def _check_ids(self, ids: Seq[int]) -> None:
         if not ids:

@@ -77,7 +77,9 @@ class MlaShape:
             shapes["g_proj"] = (heads * self.value_dim, width)
         shapes["o_proj"] = (width, heads * self.value_dim)
         for name, shape in shapes.items():
-            yield TensorSpec(f"{prefix}{name}.weight", shape, "attention")
+            is_lift = name == "kv_b_proj"  # split by head and used from both sides
+            full = f"{prefix}{name}.weight"
+            yield TensorSpec(full, shape, "attention", as_values=is_lift)
 
 
 class Mla:

@@ -35,6 +35,7 @@ class ModelShape:
     top_k: int
     state_bytes: int
     state_bytes_per_token: int
+    row_bytes: int  # of everything that is in memory for a row of a step, about
 
 
 @dataclass(frozen=True, slots=True)

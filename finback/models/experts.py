@@ -151,6 +151,7 @@ class Moe:
         parts = np.empty((*ids.shape, z.shape[1]), np.float32)  # (T, k, D)
         # Sorted so that experts lying side by side in a file are read one after the other.
         union = sorted(set(ids.ravel().tolist()))
-        with self._experts.lease(self.layer, union) as lease:
-            self._ops.experts(z, ids, lease, self.shape.activation, parts)
+        with self._experts.lease(self.layer, union) as batches:
+            for ready in batches:
+                self._ops.experts(z, ids, ready, self.shape.activation, parts)
         return self._ops.combine(parts, shares)

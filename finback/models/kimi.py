@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from finback.checkpoint.formats import Weight
 from finback.checkpoint.hf import Fields
 from finback.kernels.ops import Ops
 from finback.models.attention import Mla, MlaShape
 from finback.models.base import ModelShape
 from finback.models.delta import Kda, KdaShape
 from finback.models.experts import Moe, MoeShape
-from finback.models.layers import Mlp, Norm, mlp_tensors
+from finback.models.layers import Embedding, Head, Mlp, Norm, mlp_tensors
 from finback.models.weights import TensorSpec, Weights
 from finback.storage.cache import ExpertCache
 
@@ -81,7 +80,18 @@ class KimiLayout:
             top_k=self.moe.rule.top_k,
             state_bytes=len(self.kda_layers) * self.kda.state_bytes,
             state_bytes_per_token=num_mla * self.mla.row_width * LATENT_VALUE_BYTES,
+            row_bytes=4 * (self.values_per_row + self.vocab_size),
         )
+
+    @property
+    def values_per_row(self) -> int:
+        """Count the values that a row of a step needs at most, the logits apart."""
+        moe, mla = self.moe, self.mla
+        outer = moe.latent or moe.width
+        heads = mla.num_heads * (mla.nope_dim + mla.extra_dim + 2 * mla.value_dim)
+        attention = max(8 * self.kda.inner, 3 * heads)
+        feed = 2 * moe.rule.top_k * outer + 2 * max(self.dense_inner, moe.shared_inner)
+        return 12 * self.width + max(attention, feed)
 
     def tensors(self) -> Iterator[TensorSpec]:
         """List every tensor both families have."""
@@ -101,12 +111,12 @@ class KimiLayout:
             else:
                 yield from mlp_tensors(f"{at}mlp.", width, self.dense_inner, "dense")
 
-    def load_ends(self, weights: Weights) -> tuple[Weight, Weight]:
-        """Load the embedding and the head, which may be one."""
-        embedding = weights.matrix(f"{self.prefix}model.embed_tokens.weight")
-        return embedding, embedding if self.is_tied else weights.matrix(
-            f"{self.prefix}lm_head.weight"
-        )
+    def load_ends(self, weights: Weights, ops: Ops) -> tuple[Embedding, Head]:
+        """Load the embedding and the head, which may be one matrix."""
+        name = f"{self.prefix}model.embed_tokens.weight"
+        head = name if self.is_tied else f"{self.prefix}lm_head.weight"
+        group = "embedding" if self.is_tied else "head"
+        return Embedding(weights, name, ops), Head(weights, head, group, ops)
 
 
 def _read_layer_map(linear: Fields, num_layers: int) -> frozenset[int]:

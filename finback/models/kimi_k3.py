@@ -1,5 +1,6 @@
 """Kimi K3, text model: KDA and gated MLA under block attention residuals, latent MoE, SiTU."""
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -30,7 +31,9 @@ class Layout:
     @property
     def shape(self) -> ModelShape:
         """Say what the config alone tells."""
-        return self.kimi.shape
+        shape = self.kimi.shape
+        bank = 4 * self.kimi.width * (self.kimi.num_layers // self.block + 1)
+        return dataclasses.replace(shape, row_bytes=shape.row_bytes + bank)
 
     def tensors(self) -> Iterator[TensorSpec]:
         """List every tensor of the text model."""
@@ -59,7 +62,7 @@ def read_config(config: Fields) -> Layout:
 
 def _fold_tensors(name: str, width: int) -> Iterator[TensorSpec]:
     yield TensorSpec(f"{name}_norm.weight", (width,), "residual")
-    yield TensorSpec(f"{name}_proj.weight", (1, width), "residual")
+    yield TensorSpec(f"{name}_proj.weight", (1, width), "residual", as_values=True)
 
 
 class AttentionResidual:
@@ -103,7 +106,8 @@ class KimiK3:
     def __init__(self, layout: Layout, weights: Weights, experts: ExpertCache, ops: Ops) -> None:
         """Load everything but the experts."""
         self.shape, self._ops, eps = layout.shape, ops, layout.kimi.eps
-        self._embedding, self._head = layout.kimi.load_ends(weights)
+        self._spine = weights.spine
+        self._embedding, self._head = layout.kimi.load_ends(weights, ops)
         self._layers = [
             ResidualLayer(layout, i, weights, experts, ops) for i in range(layout.kimi.num_layers)
         ]
@@ -121,16 +125,17 @@ class KimiK3:
 
         The bank of block starts begins empty for every token: it is no state.
         """
-        x, bank = self._ops.embed(tokens.ids, self._embedding), list[Array]()  # (T, D)
+        x, bank = self._embedding(tokens.ids), list[Array]()  # (T, D)
         for index, layer in enumerate(self._layers):
             u = layer.attention_fold(bank, x)
             if layer.is_block_start:
                 bank.append(x)  # the raw running sum, not u
-            a = layer.attend(u, tokens)
-            x = a if layer.is_block_start else x + a
-            x = x + layer.feed(layer.feed_fold(bank, x), tokens)
+            with self._spine.lease(f"layer {index}"):
+                a = layer.attend(u, tokens)
+                x = a if layer.is_block_start else x + a
+                x = x + layer.feed(layer.feed_fold(bank, x), tokens)
             if tokens.probe is not None:
                 tokens.probe.hidden(index, x)
         rows = np.asarray(tokens.wanted)
         u = self._output_fold([entry[rows] for entry in bank], x[rows])
-        return self._ops.linear(u, self._head)  # (R, V)
+        return self._head(u)  # (R, V)

@@ -52,7 +52,8 @@ class KimiLinear:
     def __init__(self, layout: Layout, weights: Weights, experts: ExpertCache, ops: Ops) -> None:
         """Load everything but the experts."""
         self.shape, self._ops = layout.shape, ops
-        self._embedding, self._head = layout.kimi.load_ends(weights)
+        self._spine = weights.spine
+        self._embedding, self._head = layout.kimi.load_ends(weights, ops)
         self._layers = [
             Layer(layout.kimi, i, weights, experts, ops) for i in range(layout.kimi.num_layers)
         ]
@@ -64,10 +65,11 @@ class KimiLinear:
 
     def forward(self, tokens: TokenBatch) -> Array:
         """Push rows through all layers: -> logits (R, V)."""
-        x = self._ops.embed(tokens.ids, self._embedding)  # (T, D)
+        x = self._embedding(tokens.ids)  # (T, D)
         for index, layer in enumerate(self._layers):
-            x = x + layer.attend(layer.attention_norm(x), tokens)
-            x = x + layer.feed(layer.feed_norm(x), tokens)
+            with self._spine.lease(f"layer {index}"):
+                x = x + layer.attend(layer.attention_norm(x), tokens)
+                x = x + layer.feed(layer.feed_norm(x), tokens)
             if tokens.probe is not None:
                 tokens.probe.hidden(index, x)
-        return self._ops.linear(self._norm(x[tokens.wanted]), self._head)  # (R, V)
+        return self._head(self._norm(x[tokens.wanted]))  # (R, V)

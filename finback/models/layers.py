@@ -1,10 +1,12 @@
-"""Bricks every family uses: dense feed-forward, norm, the activation named by a config."""
+"""Bricks every family uses: embedding, head, dense feed-forward, norm, a config's activation."""
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from finback.checkpoint.formats import Array
 from finback.checkpoint.hf import Fields
-from finback.kernels.ops import Activation, Ops
+from finback.kernels.ops import Activation, Ids, Ops
 from finback.models.base import TokenBatch
 from finback.models.weights import Role, TensorSpec, Weights
 
@@ -51,3 +53,33 @@ class Norm:
     def __call__(self, x: Array) -> Array:
         """Normalise the last axis."""
         return self._ops.rms_norm(x, self.weight, self._eps)
+
+
+class Embedding:
+    """Looks tokens up, in memory or in the file."""
+
+    def __init__(self, weights: Weights, name: str, ops: Ops) -> None:
+        """Load the matrix, unless its rows are to be read when they are needed."""
+        self._weights, self._name, self._ops = weights, name, ops
+        self._matrix = None if weights.rows_from_disk else weights.matrix(name)
+
+    def __call__(self, ids: Ids) -> Array:
+        """Give rows: (T,) -> (T, D)."""
+        if self._matrix is not None:
+            return self._ops.embed(ids, self._matrix)
+        unique, places = np.unique(ids, return_inverse=True)
+        return self._ops.embed(places, self._weights.rows(self._name, unique))
+
+
+class Head:
+    """Turns rows into logits."""
+
+    def __init__(self, weights: Weights, name: str, group: str, ops: Ops) -> None:
+        """Load the matrix; `group` is the spine's group that holds it."""
+        self._matrix, self._group = weights.matrix(name), group
+        self._spine, self._ops = weights.spine, ops
+
+    def __call__(self, x: Array) -> Array:
+        """Give logits: (R, D) -> (R, V)."""
+        with self._spine.lease(self._group):
+            return self._ops.linear(x, self._matrix)

@@ -1,18 +1,45 @@
-"""From a checkpoint to a model that can run."""
+"""From a checkpoint to a model that can run, with the memory it was given."""
 
 from dataclasses import dataclass
-from math import prod
 
 from finback.checkpoint.index import Checkpoint
-from finback.errors import CapacityError
+from finback.config import EngineConfig
 from finback.kernels.ops import Ops
-from finback.models.base import Model, read_layout
-from finback.models.weights import TensorCheck, Weights, check_tensors
+from finback.models.base import Layout, Model, read_layout
+from finback.models.weights import TensorCheck, Weights, check_tensors, spine_groups
 from finback.spans import Spans
+from finback.storage.arena import Arena
 from finback.storage.cache import ExpertCache
-from finback.storage.memory import available_bytes
-from finback.storage.reader import Reader
-from finback.units import human_bytes
+from finback.storage.policies import POLICIES
+from finback.storage.reader import Reader, merge, place
+from finback.storage.spine import Group, Spine
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """A checked checkpoint, and what it needs memory for."""
+
+    checkpoint: Checkpoint
+    layout: Layout
+    check: TensorCheck
+    groups: tuple[Group, ...]  # of the spine
+    slot_bytes: int  # the largest expert with its borders
+    num_experts: int  # in all layers
+    values_bytes: int  # what is kept as float32 values
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How the memory is used. Made by the planner, kept by everything below."""
+
+    budget: int
+    parts: dict[str, int]  # bytes by what they are for
+    num_slots: int
+    streamed: frozenset[str]  # groups of the spine that are read again for every step
+    rows_from_disk: bool  # the embedding is looked up in its file
+    max_rows: int
+    max_sequences: int
+    context: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,41 +48,64 @@ class Loaded:
 
     model: Model
     experts: ExpertCache
+    spine: Spine
     reader: Reader
 
 
-def load_model(checkpoint: Checkpoint, ops: Ops, spans: Spans, expert_cache_bytes: int) -> Loaded:
-    """Check the whole checkpoint, then load what stays in memory.
+def read_needs(checkpoint: Checkpoint) -> Needs:
+    """Check a whole checkpoint and sum up what it needs; nothing but headers is read.
 
     Raises:
-        CheckpointError: Something is missing, damaged or unsupported; nothing was loaded.
-        CapacityError: What every token uses does not fit into memory.
+        CheckpointError: Something is missing, damaged or unsupported.
     """
     layout = read_layout(checkpoint)
     check = check_tensors(checkpoint, layout.tensors())
     check.raise_if_broken(str(checkpoint.folder))
-    _refuse_what_does_not_fit(checkpoint, check, ops)
-    reader = Reader(spans)
+    experts: dict[tuple[int, int], list[str]] = {}
+    values = 0
+    for stored in check.stored:
+        if stored.spec.expert is not None:
+            experts.setdefault(stored.spec.expert, []).extend(stored.names)
+        elif not stored.spec.is_matrix:
+            size = 4
+            for dimension in stored.spec.shape:
+                size *= dimension
+            values += size
+    tensors = checkpoint.tensors
+    slot_bytes = 0
+    for names in experts.values():
+        refs = sorted((tensors[n] for n in names), key=lambda ref: (ref.path, ref.offset))
+        slot_bytes = max(slot_bytes, place(merge(refs))[1])
+    groups = tuple(spine_groups(checkpoint, check))
+    return Needs(checkpoint, layout, check, groups, slot_bytes, len(experts), values)
+
+
+def load_model(
+    needs: Needs, plan: MemoryPlan, ops: Ops, spans: Spans, config: EngineConfig
+) -> Loaded:
+    """Load what stays in memory.
+
+    Raises:
+        CheckpointError: A file changed, or holds weights that are no numbers.
+        ReadError: A device failed.
+    """
+    reader = Reader(spans, config.read_threads, config.direct_reads)
     try:
-        weights = Weights(checkpoint, check, reader, ops)
-        experts = ExpertCache(weights.expert_layout, reader, spans, expert_cache_bytes)
-        return Loaded(layout.build(weights, experts, ops), experts, reader)
+        groups = needs.groups if ops.keeps_published_bytes else ()
+        if plan.rows_from_disk and any(group.name == "head" for group in groups):
+            groups = tuple(group for group in groups if group.name != "embedding")
+        spine = Spine(groups, plan.streamed, reader, spans)
+        weights = Weights(needs.checkpoint, needs.check, reader, ops, spine, plan.rows_from_disk)
+        shape = needs.layout.shape
+        policy = POLICIES[config.policy](shape.num_layers, shape.num_experts)
+        arena = Arena(needs.slot_bytes, plan.num_slots)
+        experts = ExpertCache(
+            weights.expert_layout, reader, spans, arena, policy, shape.num_experts
+        )
+        model = needs.layout.build(weights, experts, ops)
+        spine.load()
+        weights.check_matrices()
+        return Loaded(model, experts, spine, reader)
     except BaseException:
         reader.close()
         raise
-
-
-def _refuse_what_does_not_fit(checkpoint: Checkpoint, check: TensorCheck, ops: Ops) -> None:
-    """Compare the spine, as this backend keeps it, with the memory there is."""
-    spine = [stored for stored in check.stored if stored.spec.expert is None]
-    if ops.keeps_published_bytes:
-        needed = sum(stored.num_bytes for stored in spine)
-    else:
-        needed = sum(4 * prod(stored.spec.shape) for stored in spine)
-    available = available_bytes()
-    if available is not None and needed > available:
-        raise CapacityError(
-            f"{checkpoint.folder}: what every token uses takes {human_bytes(needed)}, "
-            f"{human_bytes(available)} of memory are free; close other programs, or take a machine "
-            "with more memory. Streaming this part from disk is not supported yet."
-        )

@@ -1,5 +1,6 @@
 """Which tensors a model needs, whether a checkpoint has them, and loading them on demand."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,6 +12,7 @@ from finback.checkpoint.formats import (
     MXFP4_BAD_SCALE,
     PLAIN_FORMATS,
     Array,
+    Bytes,
     Weight,
     has_bad_scale,
     unpack,
@@ -18,9 +20,11 @@ from finback.checkpoint.formats import (
 from finback.checkpoint.index import Checkpoint, compact_names
 from finback.checkpoint.safetensors import TensorRef
 from finback.errors import CheckpointError, DamagedFile, MissingTensor
-from finback.kernels.ops import Ops
+from finback.kernels.ops import Ids, Ops
+from finback.storage.arena import reserve
 from finback.storage.cache import ExpertLayout, Part
-from finback.storage.reader import Reader, merge
+from finback.storage.reader import Extent, Reader, merge, place
+from finback.storage.spine import Group, Spine
 
 Role = Literal[
     "embedding",
@@ -53,6 +57,18 @@ class TensorSpec:
     dtype: str = "BF16"
     also: tuple[tuple[int, ...], ...] = ()
     expert: tuple[int, int] | None = None  # layer and number
+    as_values: bool = False  # a matrix that is used as plain numbers, see `Weights.values`
+
+    @property
+    def is_matrix(self) -> bool:
+        """Tell whether it is multiplied with as it is stored."""
+        return len(self.shape) == 2 and not self.as_values
+
+    @property
+    def group(self) -> str:
+        """Name what is read together: one layer, or one end of the model."""
+        found = re.search(r"\.layers\.([0-9]+)\.", self.name)
+        return f"layer {found[1]}" if found else self.role
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +188,41 @@ def _contradictions(stored: Stored, headers: Mapping[str, TensorRef]) -> Iterato
         )
 
 
+def spine_groups(checkpoint: Checkpoint, check: TensorCheck) -> list[Group]:
+    """Put the matrices that every token uses into groups, in the order a step uses them."""
+    members: dict[str, list[TensorRef]] = {}
+    for stored in check.stored:
+        if stored.spec.expert is None and stored.spec.is_matrix:
+            refs = [checkpoint.tensors[name] for name in stored.names]
+            members.setdefault(stored.spec.group, []).extend(refs)
+    layers = sorted((n for n in members if n.startswith("layer ")), key=lambda n: int(n[6:]))
+    ends = [name for name in members if name not in layers]
+    return [
+        Group(name, sorted(members[name], key=lambda ref: (str(ref.path), ref.offset)))
+        for name in [*layers, *ends]
+    ]
+
+
 class Weights:
-    """Loads the weights of one model from its checkpoint, each when it is asked for."""
+    """Hands out the weights of one model: small ones as values, matrices as the spine has them."""
 
     def __init__(
-        self, checkpoint: Checkpoint, check: TensorCheck, reader: Reader, ops: Ops
+        self,
+        checkpoint: Checkpoint,
+        check: TensorCheck,
+        reader: Reader,
+        ops: Ops,
+        spine: Spine,
+        rows_from_disk: bool = False,
     ) -> None:
-        """Index what the check found; nothing is read. `reader` stays the caller's."""
+        """Index what the check found; nothing is read. `reader` stays the caller's.
+
+        Args:
+            spine: Has a group for every matrix, or none where the backend keeps its own form.
+            rows_from_disk: Whether the embedding is looked up in the file.
+        """
         self._refs, self._reader, self._ops = checkpoint.tensors, reader, ops
+        self.spine, self.rows_from_disk = spine, rows_from_disk
         self._stored = {
             stored.spec.name: stored for stored in check.stored if stored.spec.expert is None
         }
@@ -187,10 +230,34 @@ class Weights:
         for stored in check.stored:
             if stored.spec.expert is not None:
                 self._experts.setdefault(stored.spec.expert, []).append(stored)
+        self._views: dict[str, Mapping[str, Bytes]] = {}
+        self._matrices: list[tuple[Stored, Weight]] = []
 
     def matrix(self, name: str) -> Weight:
-        """Read a weight that stays in memory, in the backend's own form."""
-        return self._ops.resident(self._read(name))
+        """Give a matrix as it is stored; what it holds comes with `Spine.load` or a lease.
+
+        On a backend that cannot multiply published bytes it is read now, in the backend's form.
+        """
+        if not self._ops.keeps_published_bytes:
+            return self._ops.resident(self._read(name))
+        stored = self._stored[name]
+        group = stored.spec.group
+        if group not in self._views:
+            self._views[group] = self.spine.views(group)
+        parts = tuple(self._views[group][part] for part in stored.names)
+        weight = Weight(stored.format, stored.spec.shape, parts)
+        self._matrices.append((stored, weight))
+        return weight
+
+    def check_matrices(self) -> None:
+        """After the spine was loaded: refuse weights that stay and are no numbers.
+
+        Raises:
+            DamagedFile: Naming the tensor.
+        """
+        for stored, weight in self._matrices:
+            if self.spine.stays(stored.spec.group):
+                self._refuse_bad_scales(stored.names[-1], weight)
 
     def values(self, name: str) -> Array:
         """Read a tensor as float32 values of its published shape.
@@ -202,6 +269,22 @@ class Weights:
         if not np.isfinite(values).all():
             raise DamagedFile(f"{self._refs[name].path}: {name} holds values that are no numbers")
         return values
+
+    def rows(self, name: str, ids: Ids) -> Weight:
+        """Read some rows of a matrix from the file: ids (T,) -> a weight (T, D)."""
+        stored = self._stored[name]
+        parts = []
+        for part in stored.names:
+            ref = self._refs[part]
+            row_bytes = ref.num_bytes // stored.spec.shape[0]
+            extents = [
+                Extent(ref.path, ref.offset + int(number) * row_bytes, row_bytes) for number in ids
+            ]
+            starts, size = place(extents)
+            memory = reserve(size)
+            self._reader.wait([self._reader.submit(extents, memory)])
+            parts.append(np.concatenate([memory[start : start + row_bytes] for start in starts]))
+        return Weight(stored.format, (len(ids), stored.spec.shape[1]), tuple(parts))
 
     def expert_layout(self, layer: int, expert: int) -> ExpertLayout:
         """Tell where an expert lies; its matrices are named by the last part before `.weight`."""
@@ -224,13 +307,16 @@ class Weights:
 
     def _read(self, name: str) -> Weight:
         stored = self._stored[name]
-        parts = tuple(self._reader.read(merge([self._refs[part]])) for part in stored.names)
+        parts = tuple(self._reader.read(merge([self._refs[part]])[0]) for part in stored.names)
         # A spec's `also` shapes hold the same values with other dimensions of one.
         shape = self._refs[name].shape if stored.format not in PACKED_FORMATS else stored.spec.shape
         weight = Weight(stored.format, shape, parts)
+        self._refuse_bad_scales(stored.names[-1], weight)
+        return weight
+
+    def _refuse_bad_scales(self, name: str, weight: Weight) -> None:
         if has_bad_scale(weight):
             raise DamagedFile(
-                f"{self._refs[stored.names[1]].path}: {stored.names[1]} holds the byte "
+                f"{self._refs[name].path}: {name} holds the byte "
                 f"{MXFP4_BAD_SCALE}, which stands for no number; download the file again"
             )
-        return weight

@@ -1,14 +1,22 @@
-"""Experts in memory: read when needed, kept while there is room, least recent given up first."""
+"""Experts in memory: slots of an arena, filled when needed, given up by a policy.
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+A *lease* brings experts of one layer into memory and hands them over as they come: at once those
+that are there, then each as its bytes arrive. There may be fewer slots than experts of a lease:
+what has been computed makes room for the next.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from finback.checkpoint.formats import MXFP4_BAD_SCALE, Weight, has_bad_scale
-from finback.errors import DamagedFile
+from finback.errors import DamagedFile, FinbackError
 from finback.spans import Spans
-from finback.storage.reader import Extent, Reader
+from finback.storage.arena import Arena, release
+from finback.storage.policies import Policy
+from finback.storage.reader import Extent, Priority, Reader, Ticket, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +30,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """Where one expert lies on disk, and the matrices in its bytes, by published name (`w1`)."""
+    """Where one expert lies on disk, and the matrices in its bytes, by published name (`w1`).
+
+    Ranges count the extents' bytes one after the other.
+    """
 
     extents: tuple[Extent, ...]
     matrices: Mapping[str, Part]
@@ -34,85 +45,297 @@ class ExpertLayout:
 
 
 Matrices = Mapping[str, Weight]
-Lease = Mapping[int, Matrices]
+Key = tuple[int, int]  # layer, expert
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    number: int
+    key: Key | None = None
+    ticket: Ticket | None = None  # while its bytes come
+    matrices: Matrices = field(default_factory=dict)
+    pins: int = 0  # leases that use it or wait for it
+    is_guess: bool = False  # read on a guess that nobody has used yet
 
 
 class ExpertCache:
-    """Keeps recently used experts up to a number of bytes."""
+    """Keeps experts in a fixed number of slots. For use by one thread."""
 
     def __init__(
         self,
         layout: Callable[[int, int], ExpertLayout],
         reader: Reader,
         spans: Spans,
-        max_bytes: int,
+        arena: Arena,
+        policy: Policy,
+        num_experts: int,
     ) -> None:
         """Start empty.
 
         Args:
             layout: Gives the layout of an expert from its layer and number.
             reader: Reads what is missing; stays the caller's.
-            spans: Counts `expert_hits` and `expert_misses`.
-            max_bytes: What is kept between leases; a lease itself may hold more.
+            spans: Counts hits and misses; `wait` is the time in which nothing could be computed.
+            arena: Has the slots.
+            policy: Says what to give up.
+            num_experts: Of a layer, to number experts for the policy.
         """
-        self._layout, self._reader, self._spans, self.max_bytes = layout, reader, spans, max_bytes
-        self._kept: OrderedDict[tuple[int, int], tuple[int, Matrices]] = OrderedDict()
-        self.kept_bytes = 0
+        self._layout, self._reader, self._spans = layout, reader, spans
+        self._arena, self._policy, self._num_experts = arena, policy, num_experts
+        self._slots = [_Slot(number) for number in range(arena.count)]
+        self._free = list(reversed(self._slots))  # the low ones first, so that few are touched
+        self._where: dict[Key, _Slot] = {}
+        self._keys = np.full(arena.count, -1, np.int64)  # of each slot, for the policy
+        self._busy = np.zeros(arena.count, bool)  # pinned or being filled
+        self.step, self._last_layer = 0, -1
+        self.on_lease: Callable[[int, Sequence[int]], None] | None = None  # a trace
+
+    @property
+    def num_slots(self) -> int:
+        """Count the slots there are now."""
+        return len(self._slots)
 
     @contextmanager
-    def lease(self, layer: int, experts: Sequence[int]) -> Iterator[Lease]:
-        """Bring experts of one layer into memory and hold them there.
+    def lease(
+        self, layer: int, experts: Sequence[int]
+    ) -> Iterator[Iterator[Mapping[int, Matrices]]]:
+        """Bring experts of one layer into memory.
 
         Args:
             layer: Counted from 0 over all layers, routed or not.
             experts: Numbers without repeats, in any order.
 
         Yields:
-            The matrices of each expert by name, read-only, valid until the block ends.
+            Batches of experts by number, each expert once: matrices by name, read-only, valid
+            until the next batch is asked for.
 
         Raises:
-            ReadError: A file ended early or the device failed.
-            DamagedFile: The bytes cannot be weights.
+            ReadError: A file ended early or the device failed; from the iterator.
+            DamagedFile: The bytes cannot be weights; from the iterator.
         """
+        if layer <= self._last_layer:
+            self.step += 1  # another pass over the layers
+        self._last_layer = layer
+        if self.on_lease is not None:
+            self.on_lease(layer, experts)
+        self._policy.used(np.array(experts, np.int64) + layer * self._num_experts, self.step)
+        held: dict[int, _Slot] = {}
         try:
-            yield {expert: self._matrices(layer, expert) for expert in experts}
+            yield self._batches(layer, list(experts), held)
         finally:
-            self._shrink()
+            for slot in held.values():
+                self._unpin(slot)
+
+    def guess(self, layer: int, experts: Iterable[int]) -> None:
+        """Begin to read experts that may be wanted soon, into slots that nothing needs now."""
+        for expert in experts:
+            if (layer, expert) in self._where:
+                continue
+            slot = self._take_slot(layer)
+            if slot is None:
+                return
+            self._begin(slot, (layer, expert), Priority.GUESS)
+            slot.is_guess = True
+
+    def missing(self, layer: int, experts: Iterable[int]) -> list[int]:
+        """Name those that are neither in memory nor on their way."""
+        return [expert for expert in experts if (layer, expert) not in self._where]
+
+    def give_back(self, count: int) -> int:
+        """Give slots back to the machine, the least wanted first; tell how many went."""
+        given = 0
+        while given < count and len(self._slots) > 1:
+            slot = self._take_slot(0)
+            if slot is None:
+                break
+            release(self._arena.slot(slot.number))
+            self._slots.remove(slot)
+            self._busy[slot.number] = True  # never a candidate again
+            given += 1
+        return given
 
     def check(self) -> None:
-        """Test the invariants: the count of kept bytes is right and within the limit."""
-        assert self.kept_bytes == sum(size for size, _ in self._kept.values())
-        assert self.kept_bytes <= self.max_bytes
+        """Test the invariants: nothing is leased, every slot is free or has one expert."""
+        assert all(slot.pins == 0 for slot in self._slots)
+        there = [slot for slot in self._slots if slot.key is not None]
+        assert len(there) + len(self._free) == len(self._slots)
+        assert {slot.key for slot in there} == set(self._where)
+        for slot in there:
+            assert slot.key is not None
+            assert self._where[slot.key] is slot
+            assert slot.ticket is not None or not self._busy[slot.number]
 
-    def _matrices(self, layer: int, expert: int) -> Matrices:
-        key = (layer, expert)
-        kept = self._kept.pop(key, None)
-        if kept is None:
-            self._spans.count("expert_misses", 1)
-            kept = self._read(layer, expert)
-            self.kept_bytes += kept[0]
-        else:
-            self._spans.count("expert_hits", 1)
-        self._kept[key] = kept
-        return kept[1]
+    def _batches(
+        self, layer: int, experts: list[int], held: dict[int, _Slot]
+    ) -> Iterator[Mapping[int, Matrices]]:
+        todo: list[int] = []  # without a slot yet
+        for expert in experts:
+            slot = self._where.get((layer, expert))
+            if slot is None:
+                todo.append(expert)
+                continue
+            self._pin(expert, slot, held)
+            if slot.ticket is not None:
+                self._reader.promote(slot.ticket)
+                self._spans.count("joined", 1)
+            else:
+                self._spans.count("expert_hits", 1)
+            if slot.is_guess:
+                slot.is_guess = False
+                self._spans.count("guesses_used", 1)
+        self._spans.count("expert_misses", len(todo))
+        todo = self._begin_all(layer, todo, held)
+        while held:
+            ready = {e: slot for e, slot in held.items() if slot.ticket is None}
+            if not ready:
+                ready = self._arrived(layer, held)
+            yield {expert: slot.matrices for expert, slot in ready.items()}
+            for expert in ready:
+                self._unpin(held.pop(expert))
+            todo = self._begin_all(layer, todo, held)
+            if todo and not held:  # every slot is being filled on a guess
+                self._wait_for_a_guess()
+                todo = self._begin_all(layer, todo, held)
 
-    def _read(self, layer: int, expert: int) -> tuple[int, Matrices]:
-        layout = self._layout(layer, expert)
-        data = self._reader.read(layout.extents)
-        data.flags.writeable = False
-        matrices = {
-            name: Weight(part.format, part.shape, tuple(data[a:b] for a, b in part.ranges))
+    def _arrived(self, layer: int, held: dict[int, _Slot]) -> dict[int, _Slot]:
+        """Wait for the next of the experts on their way; give all that have come."""
+        tickets = [slot.ticket for slot in held.values() if slot.ticket is not None]
+        with self._spans.span("wait"):
+            self._reader.wait_any(tickets)
+        came = {
+            e: slot for e, slot in held.items() if slot.ticket is not None and slot.ticket.is_done
+        }
+        for slot in came.values():
+            self._settle(slot)
+        return came
+
+    def _begin_all(self, layer: int, todo: list[int], held: dict[int, _Slot]) -> list[int]:
+        """Begin to read as many as there are slots for; give the rest."""
+        for done, expert in enumerate(todo):
+            slot = self._take_slot(layer)
+            if slot is None:
+                return todo[done:]
+            self._begin(slot, (layer, expert), Priority.DEMAND)
+            self._pin(expert, slot, held)
+        return []
+
+    def _begin(self, slot: _Slot, key: Key, priority: Priority) -> None:
+        layout = self._layout(*key)
+        memory = self._arena.slot(slot.number)
+        starts, _ = place(layout.extents)
+        slot.matrices = {
+            name: Weight(
+                part.format,
+                part.shape,
+                tuple(_view(memory, layout.extents, starts, a, b) for a, b in part.ranges),
+            )
             for name, part in layout.matrices.items()
         }
-        for name, matrix in matrices.items():
-            if has_bad_scale(matrix):
-                raise DamagedFile(
-                    f"{layout.extents[0].path}: expert {expert} of layer {layer}, "
-                    f"{name}.weight_scale holds the byte {MXFP4_BAD_SCALE}, "
-                    "which stands for no number; download the file again"
-                )
-        return len(data), matrices
+        slot.ticket = self._reader.submit(layout.extents, memory, priority, "expert")
+        slot.key, self._where[key] = key, slot
+        self._keys[slot.number] = key[0] * self._num_experts + key[1]
+        self._busy[slot.number] = True
 
-    def _shrink(self) -> None:
-        while self.kept_bytes > self.max_bytes:
-            self.kept_bytes -= self._kept.popitem(last=False)[1][0]
+    def _settle(self, slot: _Slot) -> None:
+        """Take in what a finished read has brought, or forget it with its error."""
+        assert slot.ticket is not None
+        assert slot.key is not None
+        ticket, slot.ticket = slot.ticket, None
+        self._busy[slot.number] = slot.pins > 0
+        try:
+            if ticket.error is not None:
+                raise ticket.error
+            for name, matrix in slot.matrices.items():
+                if has_bad_scale(matrix):
+                    layer, expert = slot.key
+                    raise DamagedFile(
+                        f"{self._layout(*slot.key).extents[0].path}: expert {expert} of layer "
+                        f"{layer}, {name}.weight_scale holds the byte {MXFP4_BAD_SCALE}, "
+                        "which stands for no number; download the file again"
+                    )
+        except FinbackError:
+            self._forget(slot)
+            raise
+
+    def _forget(self, slot: _Slot) -> None:
+        assert slot.key is not None
+        del self._where[slot.key]
+        slot.key, slot.matrices = None, {}
+        if slot.is_guess:
+            slot.is_guess = False
+            self._spans.count("guesses_wasted", 1)
+        self._keys[slot.number] = -1
+        if slot.pins == 0:
+            self._busy[slot.number] = False
+            self._free.append(slot)
+
+    def _take_slot(self, layer: int) -> _Slot | None:
+        """Give an empty slot, emptying the least wanted one; None where all are in use."""
+        if self._free:
+            return self._free.pop()
+        self._settle_guesses()
+        candidates = np.flatnonzero(~self._busy & (self._keys >= 0))
+        if len(candidates) == 0:
+            return self._free.pop() if self._free else None
+        scores = self._policy.scores(self._keys[candidates], layer, self.step)
+        slot = self._by_number(int(candidates[scores.argmax()]))
+        self._forget(slot)
+        self._spans.count("evictions", 1)
+        return self._free.pop()
+
+    def _by_number(self, number: int) -> _Slot:
+        if len(self._slots) == self._arena.count:
+            return self._slots[number]
+        return next(slot for slot in self._slots if slot.number == number)
+
+    def _settle_guesses(self) -> None:
+        """Take in guessed experts that have come; a guess that failed is only forgotten."""
+        for number in np.flatnonzero(self._busy):
+            slot = self._by_number(int(number)) if self._keys[number] >= 0 else None
+            if slot and slot.pins == 0 and slot.ticket is not None and slot.ticket.is_done:
+                try:
+                    self._settle(slot)
+                except FinbackError:
+                    continue
+
+    def _wait_for_a_guess(self) -> None:
+        tickets = [slot.ticket for slot in self._slots if slot.ticket is not None]
+        with self._spans.span("wait"):
+            self._reader.wait_any(tickets)
+
+    def _pin(self, expert: int, slot: _Slot, held: dict[int, _Slot]) -> None:
+        slot.pins += 1
+        self._busy[slot.number] = True
+        held[expert] = slot
+
+    def _unpin(self, slot: _Slot) -> None:
+        """Let go of a slot; one whose bytes still come is waited for, whatever they are."""
+        slot.pins -= 1
+        if slot.pins:
+            return
+        if slot.ticket is not None:
+            ticket = slot.ticket
+            self._reader.cancel(ticket)
+            while not ticket.is_done:
+                self._reader.wait_any([ticket])
+            slot.ticket = None
+            self._forget(slot)
+        elif slot.key is None:
+            self._busy[slot.number] = False
+            self._free.append(slot)
+        else:
+            self._busy[slot.number] = False
+
+
+def _view(
+    memory: np.ndarray, extents: Sequence[Extent], starts: list[int], begin: int, end: int
+) -> np.ndarray:
+    """Find a range of the extents' bytes in memory; a range lies within one extent."""
+    before = 0
+    for extent, start in zip(extents, starts, strict=True):
+        if before <= begin and end <= before + extent.num_bytes:
+            part = memory[start + begin - before : start + end - before]
+            part.flags.writeable = False
+            return part
+        before += extent.num_bytes
+    raise AssertionError("a tensor lies in two extents")

@@ -1,30 +1,118 @@
-"""How much memory this process may still take."""
+"""How much memory this process may have: by the machine, and by the control groups it is in."""
 
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-CGROUP = Path("/sys/fs/cgroup")
+from finback.units import human_bytes
+
+ROOT = Path("/sys/fs/cgroup")
+RESERVE_SHARE, LEAST_RESERVE = 0.05, 256 << 20  # left to the rest of the machine
+GROUP_RESERVE = 32 << 20  # of a group's limit: page tables, sockets, the kernel's own
 
 
-def available_bytes() -> int | None:
-    """Give what the machine and this process's cgroup leave; None where neither says."""
-    limits = [limit for limit in (_of_machine(), _of_cgroup()) if limit is not None]
-    return min(limits, default=None)
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What was found, in bytes; None where nobody says."""
+
+    total: int  # of the machine
+    free: int  # what others leave, with what this process holds already, less a reserve
+    group: int | None  # the smallest limit of the groups around this process, less a reserve
+    resident: int  # what this process holds already
+
+    @property
+    def usable(self) -> int:
+        """Give the most this process may hold."""
+        return self.free if self.group is None else min(self.free, self.group)
+
+    def why(self, asked: str) -> str:
+        """Say what the budget comes from."""
+        said = f"asked for {asked}, " if asked != "auto" else ""
+        group = "" if self.group is None else f", {human_bytes(self.group)} by its control group"
+        return f"{said}{human_bytes(self.free)} free on this machine{group}"
 
 
-def _of_machine() -> int | None:
+def read_limits() -> Limits:
+    """Ask the machine and the control groups."""
+    resident = resident_bytes()
+    total, available = _of_machine()
+    reserve = max(LEAST_RESERVE, int(total * RESERVE_SHARE))
+    group = min(_group_limits(), default=None)
+    if group is not None and group >= total:
+        group = None  # no limit at all, written as a large one
+    return Limits(
+        total=total,
+        free=max(0, available + resident - reserve),
+        group=None if group is None else max(0, group - GROUP_RESERVE),
+        resident=resident,
+    )
+
+
+def resident_bytes() -> int:
+    """Count what this process holds in memory now."""
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError):
-        pass  # no Linux: nothing to read
-    return None
+        import resource
+
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
+    import resource
+
+    return pages * resource.getpagesize()
 
 
-def _of_cgroup() -> int | None:
+def peak_bytes() -> int:
+    """Count the most this process has held in memory so far."""
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def pressure() -> float:
+    """Give the share of the last ten seconds in which something waited for memory, 0 if unknown."""
     try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        used = int((CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" else max(0, int(limit) - used)
+        line = Path("/proc/pressure/memory").read_text().splitlines()[0]
+        return float(line.split()[1].removeprefix("avg10=")) / 100
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def _of_machine() -> tuple[int, int]:
+    """Give the machine's memory, and what is available of it."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        table = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        return table["MemTotal"], table["MemAvailable"]
+    except (OSError, ValueError, KeyError, IndexError):
+        import os
+
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return total, total * 3 // 4  # no Linux: leave a quarter to the others
+
+
+def _group_limits() -> Iterator[int]:
+    """Give the memory limits of the groups this process is in and of those around them."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            folders, name = [ROOT, ROOT / "unified"], "memory.max"
+        elif "memory" in controllers.split(","):
+            folders, name = [ROOT / "memory"], "memory.limit_in_bytes"
+        else:
+            continue
+        for folder in folders:
+            inner = folder / path.lstrip("/")
+            for place in (inner, *inner.parents):
+                if not place.is_relative_to(folder):
+                    break
+                try:
+                    yield int((place / name).read_text())
+                except (OSError, ValueError):
+                    continue  # "max", or not a group of its own

@@ -1,18 +1,37 @@
-"""Reads of exact byte ranges from a checkpoint's files, counted and timed."""
+"""Reads of exact byte ranges: threads with direct reads, a queue a disk, demand before guesses.
 
+A Python thread reaches the disk's ceiling (docs/log.md), because it waits in the kernel with the
+interpreter's lock released. What one read needs is a `Ticket`; its memory is the caller's.
+"""
+
+import heapq
+import itertools
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
-
-import numpy as np
+from threading import Condition, Lock, Thread
 
 from finback.checkpoint.formats import Bytes
 from finback.checkpoint.safetensors import TensorRef
 from finback.errors import ReadError
 from finback.spans import Spans
+from finback.storage.arena import BLOCK, reserve
+from finback.storage.files import DIRECT_REFUSED, Files
 
-MAX_OPEN_FILES = 32  # below any usual descriptor limit, however many shards there are
+PIECE = 8 << 20  # larger reads are split, so that all threads share an expert
+DIRECT_FROM = 256 << 10  # smaller reads gain more from the page cache than they cost it
+THREADS = 4  # for each disk; two nearly reach a disk's ceiling, arrays of disks want more
+
+
+class Priority(IntEnum):
+    """What is read first."""
+
+    DEMAND = 0  # somebody waits for it
+    AHEAD = 1  # certain to be wanted later
+    GUESS = 2  # perhaps wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,63 +55,261 @@ def merge(refs: Iterable[TensorRef]) -> list[Extent]:
     return out
 
 
-class Reader:
-    """Reads extents into memory. Owns the open files until it is closed."""
+def place(extents: Sequence[Extent]) -> tuple[list[int], int]:
+    """Lay extents out in memory, each grown outwards to whole blocks.
 
-    def __init__(self, spans: Spans) -> None:
-        """Open nothing yet; reads are timed as `read` and counted as `bytes_read` in `spans`."""
-        self._spans = spans
-        self._descriptors: dict[Path, int] = {}
+    Returns:
+        Where each extent's first byte comes to lie, and the bytes needed in all.
+    """
+    starts, end = [], 0
+    for extent in extents:
+        before = extent.offset % BLOCK
+        starts.append(end + before)
+        end += -(-(before + extent.num_bytes) // BLOCK) * BLOCK
+    return starts, end
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A read under way, of one or more pieces."""
+
+    role: str
+    priority: Priority
+    num_bytes: int
+    pieces: "list[_Piece]" = field(default_factory=list)
+    left: int = 0
+    error: ReadError | None = None
+    is_cancelled: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """Tell whether every piece has been read, has failed or was given up."""
+        return self.left == 0
+
+
+@dataclass(slots=True)
+class _Piece:
+    ticket: Ticket
+    path: Path
+    offset: int  # on a block's border
+    needed: int  # bytes from there that must come
+    view: memoryview  # whole blocks
+    is_taken: bool = False
+
+
+class Reader:
+    """Reads extents into memory given by the caller. Owns threads and open files until closed."""
+
+    def __init__(self, spans: Spans, threads: int = THREADS, direct: bool = True) -> None:
+        """Start nothing yet.
+
+        Args:
+            spans: `read` is the time with reads under way; bytes and reads are counted by role.
+            threads: For each disk.
+            direct: Read past the page cache where the file system can.
+        """
+        self._spans, self._threads, self._files = spans, threads, Files(direct)
+        self._changed = Condition(Lock())
+        self._queues: dict[int, list[tuple[int, int, _Piece]]] = {}
+        self._devices: dict[Path, int] = {}
+        self._serial = itertools.count()
+        self._under_way, self._since = 0, 0.0
+        self._workers: list[Thread] = []
         self._is_closed = False
 
-    def read(self, extents: Iterable[Extent]) -> Bytes:
-        """Read extents one after the other into one new array, owned by the caller.
+    def submit(
+        self,
+        extents: Sequence[Extent],
+        memory: Bytes,
+        priority: Priority = Priority.DEMAND,
+        role: str = "spine",
+    ) -> Ticket:
+        """Begin to read extents into `memory`, laid out as by `place`; see `wait`.
+
+        Args:
+            memory: Begins on a block's border, and stays as it is until the ticket is done.
+        """
+        ticket = Ticket(role, priority, sum(extent.num_bytes for extent in extents))
+        view, end = memory.data, 0
+        for extent in extents:
+            start = extent.offset // BLOCK * BLOCK
+            needed = extent.offset + extent.num_bytes - start
+            blocks = -(-needed // BLOCK)
+            step = -(-blocks // max(1, -(-needed // PIECE))) * BLOCK
+            for at in range(0, needed, step):
+                length = min(step, blocks * BLOCK - at)
+                part = view[end + at : end + at + length]
+                ticket.pieces.append(
+                    _Piece(ticket, extent.path, start + at, min(step, needed - at), part)
+                )
+            end += blocks * BLOCK
+        ticket.left = len(ticket.pieces)
+        with self._changed:
+            if self._is_closed:
+                raise ReadError(f"{extents[0].path}: the model has been closed")
+            self._enqueue(ticket)
+        return ticket
+
+    def promote(self, ticket: Ticket) -> None:
+        """Somebody waits now for what was read ahead or guessed."""
+        with self._changed:
+            if ticket.priority != Priority.DEMAND and not ticket.is_done:
+                ticket.priority = Priority.DEMAND
+                self._enqueue(ticket)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Give up the pieces that have not begun; `wait` before the memory is used again."""
+        with self._changed:
+            ticket.is_cancelled = True
+            for piece in ticket.pieces:
+                if not piece.is_taken:
+                    piece.is_taken = True
+                    ticket.left -= 1
+            self._changed.notify_all()
+
+    def wait(self, tickets: Iterable[Ticket]) -> None:
+        """Wait until all are done.
 
         Raises:
             ReadError: A file ended early, cannot be opened, or the device failed.
         """
-        wanted = list(extents)
-        buffer = np.empty(sum(extent.num_bytes for extent in wanted), np.uint8)
-        position = 0
-        with self._spans.span("read"):
-            for extent in wanted:
-                self._read_into(extent, buffer.data[position : position + extent.num_bytes])
-                position += extent.num_bytes
-        self._spans.count("bytes_read", len(buffer))
-        self._spans.count("reads", len(wanted))
-        return buffer
+        wanted = list(tickets)
+        with self._changed:
+            while not all(ticket.is_done for ticket in wanted):
+                self._changed.wait()
+        for ticket in wanted:
+            if ticket.error is not None:
+                raise ticket.error
 
-    def close(self) -> None:
-        """Close every file; later reads are errors."""
-        self._is_closed = True
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+    def wait_any(self, tickets: Sequence[Ticket]) -> None:
+        """Wait until at least one is done, well or badly."""
+        with self._changed:
+            while not any(ticket.is_done for ticket in tickets):
+                self._changed.wait()
 
-    def _read_into(self, extent: Extent, view: memoryview) -> None:
-        done = 0
-        try:
-            descriptor = self._descriptor(extent.path)
-            while done < len(view):
-                count = os.preadv(descriptor, [view[done:]], extent.offset + done)
-                if count == 0:
-                    break
-                done += count
-        except OSError as error:
-            raise ReadError(
-                f"{extent.path}: reading at byte {extent.offset} failed ({error.strerror})"
-            ) from error
-        if done < len(view):
-            raise ReadError(
-                f"{extent.path}: ended after {extent.offset + done} bytes, "
-                f"{extent.offset + len(view)} are needed; it shrank while in use"
+    def read(self, extent: Extent, role: str = "spine") -> Bytes:
+        """Read one extent into new memory.
+
+        Raises:
+            ReadError: As `wait`.
+        """
+        (start,), size = place([extent])
+        memory = reserve(size)
+        self.wait([self.submit([extent], memory, role=role)])
+        return memory[start : start + extent.num_bytes]
+
+    @property
+    def is_idle(self) -> bool:
+        """Tell whether no read is waiting or under way."""
+        with self._changed:
+            return self._under_way == 0 and not any(
+                not piece.is_taken for queue in self._queues.values() for *_, piece in queue
             )
 
-    def _descriptor(self, path: Path) -> int:
-        if self._is_closed:
-            raise ReadError(f"{path}: the model has been closed")
-        if path not in self._descriptors:
-            if len(self._descriptors) >= MAX_OPEN_FILES:
-                oldest = next(iter(self._descriptors))
-                os.close(self._descriptors.pop(oldest))
-            self._descriptors[path] = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        return self._descriptors[path]
+    def close(self) -> None:
+        """Stop the threads after the pieces under way and close every file; later reads fail."""
+        with self._changed:
+            self._is_closed = True
+            for queue in self._queues.values():
+                for _, _, piece in queue:
+                    if not piece.is_taken:
+                        piece.is_taken = True
+                        piece.ticket.error = ReadError(f"{piece.path}: the model has been closed")
+                        piece.ticket.left -= 1
+                queue.clear()
+            self._changed.notify_all()
+        for worker in self._workers:
+            worker.join()
+        self._files.close()
+
+    def check(self) -> None:
+        """Test the invariants: nothing is under way that nobody queued."""
+        with self._changed:
+            assert self._under_way >= 0
+            assert not self._is_closed or self._under_way == 0
+
+    def _enqueue(self, ticket: Ticket) -> None:
+        for piece in ticket.pieces:
+            if piece.is_taken:
+                continue
+            device = self._device(piece.path)
+            if device not in self._queues:
+                self._queues[device] = []
+                for _ in range(self._threads):
+                    worker = Thread(target=self._work, args=(device,), daemon=True)
+                    self._workers.append(worker)
+                    worker.start()
+            heapq.heappush(self._queues[device], (int(ticket.priority), next(self._serial), piece))
+        self._changed.notify_all()
+
+    def _device(self, path: Path) -> int:
+        if path not in self._devices:
+            try:
+                self._devices[path] = os.stat(path).st_dev
+            except OSError:
+                self._devices[path] = -1  # the read will say what is wrong
+        return self._devices[path]
+
+    def _work(self, device: int) -> None:
+        queue = self._queues[device]
+        while True:
+            with self._changed:
+                while not queue and not self._is_closed:
+                    self._changed.wait()
+                if not queue:
+                    return
+                piece = heapq.heappop(queue)[2]
+                if piece.is_taken:  # read or given up already
+                    continue
+                piece.is_taken = True
+                if self._under_way == 0:
+                    self._since = time.perf_counter()
+                self._under_way += 1
+            error = self._fill(piece)
+            with self._changed:
+                self._under_way -= 1
+                if self._under_way == 0:
+                    self._spans.seconds["read"] += time.perf_counter() - self._since
+                self._spans.count("reads", 1)
+                self._spans.count("bytes_requested", len(piece.view))
+                piece.ticket.error = piece.ticket.error or error
+                piece.ticket.left -= 1
+                if piece.ticket.is_done and not piece.ticket.is_cancelled:
+                    self._spans.count("bytes_read", piece.ticket.num_bytes)
+                    self._spans.count(f"bytes_read_{piece.ticket.role}", piece.ticket.num_bytes)
+                self._changed.notify_all()
+
+    def _fill(self, piece: _Piece) -> ReadError | None:
+        try:
+            done = self._fill_from(piece, direct=len(piece.view) >= DIRECT_FROM)
+        except ReadError as error:
+            return error
+        except OSError as error:
+            return ReadError(
+                f"{piece.path}: reading at byte {piece.offset} failed ({error.strerror})"
+            )
+        if done >= piece.needed:
+            return None
+        return ReadError(
+            f"{piece.path}: ended after {piece.offset + done} bytes, "
+            f"{piece.offset + piece.needed} are needed; it shrank while in use"
+        )
+
+    def _fill_from(self, piece: _Piece, direct: bool) -> int:
+        """Read a piece, and give how many bytes came."""
+        done = 0
+        with self._files.use(piece.path, direct) as file:
+            while done < piece.needed:
+                try:
+                    count = file.read(piece.view[done:], piece.offset + done)
+                except OSError as error:
+                    if file.is_direct and error.errno in DIRECT_REFUSED:
+                        break  # accepted at opening, refused at reading
+                    raise
+                done += count
+                if count == 0 or (file.is_direct and done % BLOCK and done < piece.needed):
+                    break  # the end, or a direct read cut where the next could not begin
+            was_direct = file.is_direct
+        if done < piece.needed and was_direct:
+            return self._fill_from(piece, direct=False)
+        return done

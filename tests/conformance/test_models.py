@@ -37,8 +37,8 @@ def test_logits_and_routes_agree_with_float64(tiny: Path, isa: str) -> None:
 def test_the_same_bits_whatever_the_chunks_threads_and_cache(tiny: Path, isa: str) -> None:
     ids = load_file(tiny / "reference.safetensors")["input_ids"]
     whole = in_chunks(load(tiny, ops=Cpu(threads=1, isa=isa)), ids, len(ids))
-    for size, threads, cache_bytes in ((1, 1, 0), (3, 2, 1 << 30), (7, 3, 0), (16, 2, 1 << 30)):
-        model = load(tiny, cache_bytes, Cpu(threads=threads, isa=isa))
+    for size, threads, slots in ((1, 1, 1), (3, 2, None), (7, 3, 2), (16, 2, None)):
+        model = load(tiny, Cpu(threads=threads, isa=isa), expert_slots=slots)
         np.testing.assert_array_equal(in_chunks(model, ids, size), whole)
 
 
@@ -65,5 +65,5 @@ def test_rounded_activations_keep_the_bits_too(isa: str) -> None:
         model = load(DATA / "tiny-k3", ops=Cpu(1, isa, activations))
         whole = in_chunks(model, ids, len(ids))
         for size in (1, 7):
-            model = load(DATA / "tiny-k3", 0, Cpu(3, isa, activations))
+            model = load(DATA / "tiny-k3", Cpu(3, isa, activations), expert_slots=1)
             np.testing.assert_array_equal(in_chunks(model, ids, size), whole)
