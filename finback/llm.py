@@ -22,7 +22,7 @@ from finback.hub.local import STORYTELLER, find_model
 from finback.kernels.backends import best_backend
 from finback.models.loading import load_model, read_needs
 from finback.planner.memory import plan_memory
-from finback.spans import Spans
+from finback.spans import Profile, Snapshot, Spans
 from finback.text.chat import ChatFormat, ChatOptions, load_chat
 from finback.text.parse import ParsedMessage, Piece, collect
 from finback.text.stream import StopStrings, TextStream
@@ -40,10 +40,33 @@ class RunStats:
     prompt_tokens: int = 0
     tokens: int = 0
     prompt_s: float = 0.0
-    decode_s: float = 0.0
-    compute_s: float = 0.0
-    read_s: float = 0.0
-    bytes_read: int = 0
+    whole: Profile = field(default_factory=Profile)  # prompt and answer
+    decode: Profile = field(default_factory=Profile)  # the answer's tokens after the first
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds for the answer's tokens after the first."""
+        return self.decode.wall_s
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of computing, prompt included."""
+        return self.whole.compute_s
+
+    @property
+    def read_s(self) -> float:
+        """Seconds with reads under way, beside computing or not."""
+        return self.whole.read_s
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds in which nothing could be computed until bytes came."""
+        return self.whole.wait_s
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read, prompt included."""
+        return self.whole.bytes_read
 
     @property
     def tokens_per_s(self) -> float:
@@ -318,21 +341,18 @@ class Totals:
 
     def __init__(self, spans: Spans) -> None:
         """Remember the totals."""
-        self._spans = spans
-        self._step, self._read = spans.seconds["step"], spans.seconds["read"]
-        self._bytes = spans.counts["bytes_read"]
+        self._spans, self._start = spans, spans.snapshot()
+        self._first: Snapshot | None = None  # after the prompt
 
     def settle(self, out: Completion) -> None:
         """Write what was spent since into the answer's figures."""
         stats = out.stats
-        wall_s = self._spans.seconds["step"] - self._step
+        stats.whole = self._spans.since(self._start)
         if not stats.tokens:
-            stats.prompt_s = wall_s
+            stats.prompt_s, self._first = stats.whole.wall_s, self._spans.snapshot()
         stats.tokens = len(out.token_ids)
-        stats.decode_s = wall_s - stats.prompt_s
-        stats.read_s = self._spans.seconds["read"] - self._read
-        stats.compute_s = wall_s - stats.read_s
-        stats.bytes_read = self._spans.counts["bytes_read"] - self._bytes
+        if self._first is not None:
+            stats.decode = self._spans.since(self._first)
 
 
 def _fresh(into: Completion) -> Completion:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from finback.cli import output
+from finback.cli.run import MemoryOption
 from finback.units import human_bytes
 
 if TYPE_CHECKING:
@@ -73,6 +74,53 @@ def peers(
         f"{report.threads} threads, {human_bytes(report.bytes_per_token)} touched per token; "
         f"medians of {rounds} rounds of {report.tokens} tokens.\n\n"
         + output.table(("engine", "tokens/s", "of llama.cpp"), rows)
+    )
+
+
+@app.command("stream")
+def stream(
+    model: Annotated[Path, typer.Argument(help="A model folder.", metavar="DIR")],
+    memory: MemoryOption = "auto",
+    tokens: Annotated[int, typer.Option(help="Tokens a round.", min=1)] = 4,
+    rounds: Annotated[int, typer.Option(help="Rounds to take the median of.", min=1)] = 5,
+    cold: Annotated[bool, typer.Option("--cold", help="Drop cached pages first.")] = False,
+    guesses: Annotated[
+        bool, typer.Option("--guesses/--no-guesses", help="Read ahead what may be wanted.")
+    ] = True,
+    threads: Annotated[int | None, typer.Option(help="Computing threads.", min=1)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure decoding from disk beside this disk's ceiling, in one run."""
+    from finback.bench.stream import measure_stream
+    from finback.hub.local import find_model
+
+    report = measure_stream(
+        find_model(model),
+        tokens,
+        rounds,
+        cold,
+        lambda text: output.talk(output.dim(text)),
+        memory=memory,
+        guesses=guesses,
+        max_sequences=1,
+        threads=threads,
+    )
+    if as_json:
+        output.json_data(report.as_json())
+        return
+    d = report.decode
+    output.data(
+        f"disk      {report.ceiling_gbps:.2f} GB/s; the reader alone {report.reader_gbps:.2f} "
+        f"({report.reader_gbps / report.ceiling_gbps:.2f} of it), "
+        f"{report.reader_core_s_per_gb:.3f} core-seconds per GB\n"
+        f"decode    {d['tokens_per_s']:.3g} tokens/s, {human_bytes(d['bytes_per_token'])} read "
+        f"per token, {d['gbps']:.2f} GB/s ({d['of_ceiling']:.2f} of the disk)\n"
+        f"seconds   {d['wall_s']:.2f}: computing {d['compute_s']:.2f}, waiting "
+        f"{d['wait_s']:.2f}, other {d['other_s']:.2f}; reading {d['read_s']:.2f} beside it\n"
+        f"experts   {d['hit_rate']:.0%} were in memory, {report.expert_slots} slots; "
+        f"{report.streamed_groups} layers read for every token\n"
+        f"memory    {human_bytes(report.peak_memory_bytes)} at most, "
+        f"{human_bytes(report.budget_bytes)} allowed; loaded in {report.load_s:.2f} s"
     )
 
 

@@ -8,7 +8,9 @@ from finback.cli import output
 from finback.cli.run import (
     ActivationsOption,
     Answer,
+    ContextOption,
     MaxTokens,
+    MemoryOption,
     MinP,
     ModelOption,
     Seed,
@@ -45,12 +47,21 @@ def chat(
     seed: Seed = None,
     threads: Threads = None,
     activations: ActivationsOption = DEFAULT_ACTIVATIONS,
+    memory: MemoryOption = "auto",
+    context: ContextOption = None,
 ) -> None:
     """Talk with a model. /help lists what can be typed besides messages."""
     sampling = sampling_of(locals())
     from finback.llm import LLM
 
-    with LLM(model, threads=threads, activations=activations) as llm:
+    with LLM(
+        model,
+        threads=threads,
+        activations=activations,
+        memory=memory,
+        context=context,
+        max_sequences=1,
+    ) as llm:
         if llm.chat_format is None:
             raise RequestError(f"{llm.folder.name} has no chat format; use `finback run --raw`")
         output.talk(output.dim(f"{llm.description}; /help for help"))

@@ -48,6 +48,20 @@ ActivationsOption = Annotated[
         help="How rows are rounded before products with quantised weights.",
     ),
 ]
+MemoryOption = Annotated[
+    str,
+    typer.Option(
+        help="Everything finback may hold: 4GiB, 50% of the machine, or auto for what is free."
+    ),
+]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of a sequence, prompt and answer.",
+        min=1,
+        show_default="16384, or what the model holds",
+    ),
+]
 Thinking = Annotated[
     bool, typer.Option("--think/--no-think", help="Let the model reason before it answers.")
 ]
@@ -77,6 +91,8 @@ def run(
     seed: Seed = None,
     threads: Threads = None,
     activations: ActivationsOption = DEFAULT_ACTIVATIONS,
+    memory: MemoryOption = "auto",
+    context: ContextOption = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text; repeatable.")
     ] = None,
@@ -96,7 +112,14 @@ def run(
         raise UsageError("--system belongs to a conversation; leave out --raw")
     from finback.llm import LLM
 
-    with LLM(model, threads=threads, activations=activations) as llm:
+    with LLM(
+        model,
+        threads=threads,
+        activations=activations,
+        memory=memory,
+        context=context,
+        max_sequences=1,
+    ) as llm:
         if not quiet and not as_json:
             output.talk(output.dim(llm.description))
         as_chat = chat if chat is not None else llm.chat_format is not None
@@ -215,9 +238,19 @@ def report(llm: "LLM", out: Any, as_chat: bool) -> dict[str, Any]:
         "token_ids": out.token_ids,
         "seed": out.seed,
         "stats": {
-            **dataclasses.asdict(s),
-            "tokens_per_s": s.tokens_per_s,
-            "bytes_per_token": s.bytes_per_token,
+            name: getattr(s, name)
+            for name in (
+                "prompt_tokens",
+                "tokens",
+                "prompt_s",
+                "decode_s",
+                "compute_s",
+                "wait_s",
+                "read_s",
+                "bytes_read",
+                "tokens_per_s",
+                "bytes_per_token",
+            )
         },
     }
     if as_chat:

@@ -7,7 +7,7 @@ import numpy as np
 
 from finback.checkpoint.formats import Array
 from finback.checkpoint.hf import Fields
-from finback.kernels.ops import Activation, Ids, Ops, RouterRule
+from finback.kernels.ops import Activation, Ops, RouterRule
 from finback.models.base import TokenBatch
 from finback.models.layers import Mlp, Norm, mlp_tensors, read_activation
 from finback.models.weights import TensorSpec, Weights
@@ -103,6 +103,9 @@ class MoeShape:
                 yield TensorSpec(full, shape, "expert", expert=(layer, expert))
 
 
+MOST_GUESSED_ROWS = 4  # more rows want most experts anyway
+
+
 class Moe:
     """One routed layer: w1 is gate, w3 up, w2 down."""
 
@@ -117,6 +120,8 @@ class Moe:
     ) -> None:
         """Load all but the experts, which come through the cache when a step needs them."""
         self.shape, self.layer, self._experts, self._ops = shape, layer, experts, ops
+        self._spans, self._spine = weights.spans, weights.spine
+        self.following: Moe | None = None  # the next routed layer, for guesses
         self._has_latent = shape.latent is not None
         names = ["gate", *(["routed_expert_down_proj"] if self._has_latent else [])]
         self._in = tuple(weights.matrix(f"{prefix}{name}.weight") for name in names)
@@ -130,28 +135,52 @@ class Moe:
         )
         has_shared = shape.shared_inner > 0
         self._shared = (
-            Mlp(shape.activation, weights, f"{prefix}shared_experts.", ops) if has_shared else None
+            Mlp(shape.activation, weights, f"{prefix}shared_experts.", ops, "shared")
+            if has_shared
+            else None
         )
 
     def __call__(self, u: Array, tokens: TokenBatch) -> Array:
         """Compute rows (T, D) -> (T, D); each expert is read at most once whatever T is."""
         ops = self._ops
-        logits, *down = ops.linears(u, self._in)
-        ids, shares = ops.route(logits, self._bias, self.shape.rule)
+        with self._spans.span("router"):
+            logits, *down = ops.linears(u, self._in)
+            ids, shares = ops.route(logits, self._bias, self.shape.rule)
         if tokens.probe is not None:
             tokens.probe.routed(self.layer, ids, shares)
-        y = self._routed(down[0] if self._has_latent else u, ids, shares)
-        if self._norm is not None:
-            y = self._norm(y)
-        if self._has_latent:
-            y = ops.linear(y, self._up)
-        return y if self._shared is None else y + self._shared(u)
-
-    def _routed(self, z: Array, ids: Ids, shares: Array) -> Array:
+        z = down[0] if self._has_latent else u
         parts = np.empty((*ids.shape, z.shape[1]), np.float32)  # (T, k, D)
         # Sorted so that experts lying side by side in a file are read one after the other.
         union = sorted(set(ids.ravel().tolist()))
-        with self._experts.lease(self.layer, union) as batches:
+        shared: Array | None = None
+        with self._spans.span("experts"), self._experts.lease(self.layer, union) as batches:
+            if self._shared is not None:
+                shared = self._shared(u)  # while experts are on their way
+            self._guess_next(u)
             for ready in batches:
-                self._ops.experts(z, ids, ready, self.shape.activation, parts)
-        return self._ops.combine(parts, shares)
+                ops.experts(z, ids, ready, self.shape.activation, parts)
+            y = ops.combine(parts, shares)
+            if self._norm is not None:
+                y = self._norm(y)
+            if self._has_latent:
+                y = ops.linear(y, self._up)
+        return y if shared is None else y + shared
+
+    def _guess_next(self, u: Array) -> None:
+        """Ask for experts of the next routed layer, by its router and what is known so far."""
+        following, guesses = self.following, self._experts.guesses
+        if following is None or guesses is None or len(u) > MOST_GUESSED_ROWS:
+            return
+        if not following.is_in_memory:
+            return
+        with self._spans.span("router"):
+            logits = self._ops.linear(u, following._in[0])
+            ids, shares = self._ops.route(logits, following._bias, self.shape.rule)
+        best = np.argsort(-shares.ravel(), kind="stable")
+        order = list(dict.fromkeys(ids.ravel()[best].tolist()))
+        self._experts.guess(following.layer, guesses.admit(following.layer, order))
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Tell whether this layer's matrices stay in memory."""
+        return self._spine.stays(f"layer {self.layer}")

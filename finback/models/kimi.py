@@ -1,6 +1,7 @@
 """What Kimi K3 and Kimi-Linear have in common: the layer map, and which brick stands where."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from finback.checkpoint.hf import Fields
@@ -127,6 +128,13 @@ def _read_layer_map(linear: Fields, num_layers: int) -> frozenset[int]:
             "kda_layers", f"and full_attn_layers must name each layer from 1 to {num_layers} once"
         )
     return frozenset(n - 1 for n in kda)
+
+
+def link_routed(layers: Sequence["Layer"]) -> None:
+    """Tell each routed layer which one comes next, for guesses."""
+    routed = [layer.feed for layer in layers if isinstance(layer.feed, Moe)]
+    for one, following in itertools.pairwise(routed):
+        one.following = following
 
 
 class Layer:

@@ -10,7 +10,7 @@ from finback.checkpoint.formats import Array
 from finback.checkpoint.hf import Fields
 from finback.kernels.ops import Ops
 from finback.models.base import ModelShape, TokenBatch
-from finback.models.kimi import KimiLayout, Layer
+from finback.models.kimi import KimiLayout, Layer, link_routed
 from finback.models.layers import Norm
 from finback.models.state import SequenceState
 from finback.models.weights import TensorSpec, Weights
@@ -106,11 +106,12 @@ class KimiK3:
     def __init__(self, layout: Layout, weights: Weights, experts: ExpertCache, ops: Ops) -> None:
         """Load everything but the experts."""
         self.shape, self._ops, eps = layout.shape, ops, layout.kimi.eps
-        self._spine = weights.spine
+        self._spine, self._spans = weights.spine, weights.spans
         self._embedding, self._head = layout.kimi.load_ends(weights, ops)
         self._layers = [
             ResidualLayer(layout, i, weights, experts, ops) for i in range(layout.kimi.num_layers)
         ]
+        link_routed(self._layers)
         norm = Norm(weights, f"{PREFIX}model.norm.weight", eps, ops)
         self._output_fold = AttentionResidual(
             weights, f"{PREFIX}model.output_attn_res", norm, eps, ops
@@ -127,13 +128,17 @@ class KimiK3:
         """
         x, bank = self._embedding(tokens.ids), list[Array]()  # (T, D)
         for index, layer in enumerate(self._layers):
-            u = layer.attention_fold(bank, x)
+            with self._spans.span("residual"):
+                u = layer.attention_fold(bank, x)
             if layer.is_block_start:
                 bank.append(x)  # the raw running sum, not u
             with self._spine.lease(f"layer {index}"):
-                a = layer.attend(u, tokens)
-                x = a if layer.is_block_start else x + a
-                x = x + layer.feed(layer.feed_fold(bank, x), tokens)
+                with self._spans.span("attention"):
+                    a = layer.attend(u, tokens)
+                with self._spans.span("residual"):
+                    x = a if layer.is_block_start else x + a
+                    u = layer.feed_fold(bank, x)
+                x = x + layer.feed(u, tokens)
             if tokens.probe is not None:
                 tokens.probe.hidden(index, x)
         rows = np.asarray(tokens.wanted)

@@ -7,7 +7,7 @@ from finback.checkpoint.formats import Array
 from finback.checkpoint.hf import Fields
 from finback.kernels.ops import Ops
 from finback.models.base import ModelShape, TokenBatch
-from finback.models.kimi import KimiLayout, Layer
+from finback.models.kimi import KimiLayout, Layer, link_routed
 from finback.models.layers import Norm
 from finback.models.state import SequenceState
 from finback.models.weights import TensorSpec, Weights
@@ -52,11 +52,12 @@ class KimiLinear:
     def __init__(self, layout: Layout, weights: Weights, experts: ExpertCache, ops: Ops) -> None:
         """Load everything but the experts."""
         self.shape, self._ops = layout.shape, ops
-        self._spine = weights.spine
+        self._spine, self._spans = weights.spine, weights.spans
         self._embedding, self._head = layout.kimi.load_ends(weights, ops)
         self._layers = [
             Layer(layout.kimi, i, weights, experts, ops) for i in range(layout.kimi.num_layers)
         ]
+        link_routed(self._layers)
         self._norm = Norm(weights, "model.norm.weight", layout.kimi.eps, ops)
 
     def new_state(self) -> SequenceState:
@@ -68,7 +69,8 @@ class KimiLinear:
         x = self._embedding(tokens.ids)  # (T, D)
         for index, layer in enumerate(self._layers):
             with self._spine.lease(f"layer {index}"):
-                x = x + layer.attend(layer.attention_norm(x), tokens)
+                with self._spans.span("attention"):
+                    x = x + layer.attend(layer.attention_norm(x), tokens)
                 x = x + layer.feed(layer.feed_norm(x), tokens)
             if tokens.probe is not None:
                 tokens.probe.hidden(index, x)

@@ -32,15 +32,19 @@ def mlp_tensors(prefix: str, width: int, inner: int, role: Role) -> Iterator[Ten
 class Mlp:
     """A feed-forward that every token goes through: down(glu(gate u, up u))."""
 
-    def __init__(self, activation: Activation, weights: Weights, prefix: str, ops: Ops) -> None:
-        """Load the three matrices."""
+    def __init__(
+        self, activation: Activation, weights: Weights, prefix: str, ops: Ops, phase: str = "dense"
+    ) -> None:
+        """Load the three matrices; `phase` is what its time is counted under."""
         self._activation, self._ops = activation, ops
+        self._spans, self._phase = weights.spans, phase
         names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
         self._feed = {n: weights.matrix(f"{prefix}{name}.weight") for n, name in names.items()}
 
     def __call__(self, u: Array, tokens: TokenBatch | None = None) -> Array:
         """Compute rows: (T, D) -> (T, D). Whose they are does not matter here."""
-        return self._ops.mlp(u, self._feed, self._activation)
+        with self._spans.span(self._phase):
+            return self._ops.mlp(u, self._feed, self._activation)
 
 
 class Norm:
@@ -65,10 +69,11 @@ class Embedding:
 
     def __call__(self, ids: Ids) -> Array:
         """Give rows: (T,) -> (T, D)."""
-        if self._matrix is not None:
-            return self._ops.embed(ids, self._matrix)
-        unique, places = np.unique(ids, return_inverse=True)
-        return self._ops.embed(places, self._weights.rows(self._name, unique))
+        with self._weights.spans.span("embedding"):
+            if self._matrix is not None:
+                return self._ops.embed(ids, self._matrix)
+            unique, places = np.unique(ids, return_inverse=True)
+            return self._ops.embed(places, self._weights.rows(self._name, unique))
 
 
 class Head:
@@ -77,9 +82,9 @@ class Head:
     def __init__(self, weights: Weights, name: str, group: str, ops: Ops) -> None:
         """Load the matrix; `group` is the spine's group that holds it."""
         self._matrix, self._group = weights.matrix(name), group
-        self._spine, self._ops = weights.spine, ops
+        self._spine, self._spans, self._ops = weights.spine, weights.spans, ops
 
     def __call__(self, x: Array) -> Array:
         """Give logits: (R, D) -> (R, V)."""
-        with self._spine.lease(self._group):
+        with self._spine.lease(self._group), self._spans.span("head"):
             return self._ops.linear(x, self._matrix)

@@ -1,18 +1,28 @@
 """From a checkpoint to a model that can run, with the memory it was given."""
 
 from dataclasses import dataclass
+from math import prod
 
 from finback.checkpoint.index import Checkpoint
 from finback.config import EngineConfig
 from finback.kernels.ops import Ops
 from finback.models.base import Layout, Model, read_layout
-from finback.models.weights import TensorCheck, Weights, check_tensors, spine_groups
+from finback.models.weights import (
+    ExpertLayouts,
+    TensorCheck,
+    Weights,
+    check_tensors,
+    spine_groups,
+)
 from finback.spans import Spans
 from finback.storage.arena import Arena
 from finback.storage.cache import ExpertCache
 from finback.storage.policies import POLICIES
-from finback.storage.reader import Reader, merge, place
+from finback.storage.prefetch import Guesses
+from finback.storage.reader import Reader, place
 from finback.storage.spine import Group, Spine
+
+MOST_GUESSES = 3  # experts of a layer: what can be read while the next layer's attention computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +32,7 @@ class Needs:
     checkpoint: Checkpoint
     layout: Layout
     check: TensorCheck
+    layouts: ExpertLayouts
     groups: tuple[Group, ...]  # of the spine
     slot_bytes: int  # the largest expert with its borders
     num_experts: int  # in all layers
@@ -61,23 +72,23 @@ def read_needs(checkpoint: Checkpoint) -> Needs:
     layout = read_layout(checkpoint)
     check = check_tensors(checkpoint, layout.tensors())
     check.raise_if_broken(str(checkpoint.folder))
-    experts: dict[tuple[int, int], list[str]] = {}
-    values = 0
-    for stored in check.stored:
-        if stored.spec.expert is not None:
-            experts.setdefault(stored.spec.expert, []).extend(stored.names)
-        elif not stored.spec.is_matrix:
-            size = 4
-            for dimension in stored.spec.shape:
-                size *= dimension
-            values += size
-    tensors = checkpoint.tensors
-    slot_bytes = 0
-    for names in experts.values():
-        refs = sorted((tensors[n] for n in names), key=lambda ref: (ref.path, ref.offset))
-        slot_bytes = max(slot_bytes, place(merge(refs))[1])
-    groups = tuple(spine_groups(checkpoint, check))
-    return Needs(checkpoint, layout, check, groups, slot_bytes, len(experts), values)
+    layouts = ExpertLayouts(checkpoint, check)
+    sizes = [place(layouts(*key).extents)[1] for key in layouts.keys]
+    values = sum(
+        4 * prod(stored.spec.shape)
+        for stored in check.stored
+        if stored.spec.expert is None and not stored.spec.is_matrix
+    )
+    return Needs(
+        checkpoint=checkpoint,
+        layout=layout,
+        check=check,
+        layouts=layouts,
+        groups=tuple(spine_groups(checkpoint, check)),
+        slot_bytes=max(sizes, default=0),
+        num_experts=len(sizes),
+        values_bytes=values,
+    )
 
 
 def load_model(
@@ -95,12 +106,16 @@ def load_model(
         if plan.rows_from_disk and any(group.name == "head" for group in groups):
             groups = tuple(group for group in groups if group.name != "embedding")
         spine = Spine(groups, plan.streamed, reader, spans)
-        weights = Weights(needs.checkpoint, needs.check, reader, ops, spine, plan.rows_from_disk)
+        weights = Weights(
+            needs.checkpoint, needs.check, reader, ops, spine, spans, plan.rows_from_disk
+        )
         shape = needs.layout.shape
         policy = POLICIES[config.policy](shape.num_layers, shape.num_experts)
+        has_all = plan.num_slots >= needs.num_experts
+        guesses = Guesses(MOST_GUESSES) if config.guesses and not has_all else None
         arena = Arena(needs.slot_bytes, plan.num_slots)
         experts = ExpertCache(
-            weights.expert_layout, reader, spans, arena, policy, shape.num_experts
+            needs.layouts, reader, spans, arena, policy, shape.num_experts, guesses
         )
         model = needs.layout.build(weights, experts, ops)
         spine.load()

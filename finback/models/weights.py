@@ -21,6 +21,7 @@ from finback.checkpoint.index import Checkpoint, compact_names
 from finback.checkpoint.safetensors import TensorRef
 from finback.errors import CheckpointError, DamagedFile, MissingTensor
 from finback.kernels.ops import Ids, Ops
+from finback.spans import Spans
 from finback.storage.arena import reserve
 from finback.storage.cache import ExpertLayout, Part
 from finback.storage.reader import Extent, Reader, merge, place
@@ -203,6 +204,42 @@ def spine_groups(checkpoint: Checkpoint, check: TensorCheck) -> list[Group]:
     ]
 
 
+class ExpertLayouts:
+    """Tells where each expert of a checkpoint lies."""
+
+    def __init__(self, checkpoint: Checkpoint, check: TensorCheck) -> None:
+        """Index what the check found; nothing is read."""
+        self._refs = checkpoint.tensors
+        self._experts: dict[tuple[int, int], list[Stored]] = {}
+        for stored in check.stored:
+            if stored.spec.expert is not None:
+                self._experts.setdefault(stored.spec.expert, []).append(stored)
+
+    @property
+    def keys(self) -> list[tuple[int, int]]:
+        """List all experts, by layer and number."""
+        return list(self._experts)
+
+    def __call__(self, layer: int, expert: int) -> ExpertLayout:
+        """Describe one; its matrices are named by the last part before `.weight`."""
+        stored = self._experts[layer, expert]
+        refs = sorted(
+            (self._refs[name] for one in stored for name in one.names),
+            key=lambda ref: (ref.path, ref.offset),
+        )
+        starts: dict[str, int] = {}
+        position = 0
+        for ref in refs:
+            starts[ref.name] = position
+            position += ref.num_bytes
+        matrices = {}
+        for one in stored:
+            ranges = tuple((starts[n], starts[n] + self._refs[n].num_bytes) for n in one.names)
+            rows, columns = one.spec.shape
+            matrices[one.spec.name.split(".")[-2]] = Part(one.format, (rows, columns), ranges)
+        return ExpertLayout(tuple(merge(refs)), matrices)
+
+
 class Weights:
     """Hands out the weights of one model: small ones as values, matrices as the spine has them."""
 
@@ -213,23 +250,21 @@ class Weights:
         reader: Reader,
         ops: Ops,
         spine: Spine,
+        spans: Spans,
         rows_from_disk: bool = False,
     ) -> None:
         """Index what the check found; nothing is read. `reader` stays the caller's.
 
         Args:
             spine: Has a group for every matrix, or none where the backend keeps its own form.
+            spans: For whoever computes with the weights.
             rows_from_disk: Whether the embedding is looked up in the file.
         """
         self._refs, self._reader, self._ops = checkpoint.tensors, reader, ops
-        self.spine, self.rows_from_disk = spine, rows_from_disk
+        self.spine, self.spans, self.rows_from_disk = spine, spans, rows_from_disk
         self._stored = {
             stored.spec.name: stored for stored in check.stored if stored.spec.expert is None
         }
-        self._experts: dict[tuple[int, int], list[Stored]] = {}
-        for stored in check.stored:
-            if stored.spec.expert is not None:
-                self._experts.setdefault(stored.spec.expert, []).append(stored)
         self._views: dict[str, Mapping[str, Bytes]] = {}
         self._matrices: list[tuple[Stored, Weight]] = []
 
@@ -285,25 +320,6 @@ class Weights:
             self._reader.wait([self._reader.submit(extents, memory)])
             parts.append(np.concatenate([memory[start : start + row_bytes] for start in starts]))
         return Weight(stored.format, (len(ids), stored.spec.shape[1]), tuple(parts))
-
-    def expert_layout(self, layer: int, expert: int) -> ExpertLayout:
-        """Tell where an expert lies; its matrices are named by the last part before `.weight`."""
-        stored = self._experts[layer, expert]
-        refs = sorted(
-            (self._refs[name] for one in stored for name in one.names),
-            key=lambda ref: (ref.path, ref.offset),
-        )
-        starts: dict[str, int] = {}
-        position = 0
-        for ref in refs:
-            starts[ref.name] = position
-            position += ref.num_bytes
-        matrices = {}
-        for one in stored:
-            ranges = tuple((starts[n], starts[n] + self._refs[n].num_bytes) for n in one.names)
-            rows, columns = one.spec.shape
-            matrices[one.spec.name.split(".")[-2]] = Part(one.format, (rows, columns), ranges)
-        return ExpertLayout(tuple(merge(refs)), matrices)
 
     def _read(self, name: str) -> Weight:
         stored = self._stored[name]

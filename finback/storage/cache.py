@@ -6,7 +6,7 @@ what has been computed makes room for the next.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,7 @@ from finback.errors import DamagedFile, FinbackError
 from finback.spans import Spans
 from finback.storage.arena import Arena, release
 from finback.storage.policies import Policy
+from finback.storage.prefetch import Guesses
 from finback.storage.reader import Extent, Priority, Reader, Ticket, place
 
 
@@ -69,6 +70,7 @@ class ExpertCache:
         arena: Arena,
         policy: Policy,
         num_experts: int,
+        guesses: Guesses | None = None,
     ) -> None:
         """Start empty.
 
@@ -79,14 +81,17 @@ class ExpertCache:
             arena: Has the slots.
             policy: Says what to give up.
             num_experts: Of a layer, to number experts for the policy.
+            guesses: Judges what may be read ahead; None for no guesses at all.
         """
         self._layout, self._reader, self._spans = layout, reader, spans
         self._arena, self._policy, self._num_experts = arena, policy, num_experts
+        self.guesses = guesses
         self._slots = [_Slot(number) for number in range(arena.count)]
         self._free = list(reversed(self._slots))  # the low ones first, so that few are touched
         self._where: dict[Key, _Slot] = {}
         self._keys = np.full(arena.count, -1, np.int64)  # of each slot, for the policy
         self._busy = np.zeros(arena.count, bool)  # pinned or being filled
+        self._guessed: list[_Slot] = []  # slots that may still be filled on a guess
         self.step, self._last_layer = 0, -1
         self.on_lease: Callable[[int, Sequence[int]], None] | None = None  # a trace
 
@@ -118,10 +123,14 @@ class ExpertCache:
         self._last_layer = layer
         if self.on_lease is not None:
             self.on_lease(layer, experts)
+        if self.guesses is not None:
+            self.guesses.judge(layer, experts)
+            self._drop_guesses(layer, experts)
         self._policy.used(np.array(experts, np.int64) + layer * self._num_experts, self.step)
         held: dict[int, _Slot] = {}
         try:
-            yield self._batches(layer, list(experts), held)
+            todo = self._begin_all(layer, self._hold(layer, experts, held), held)
+            yield self._batches(layer, todo, held)
         finally:
             for slot in held.values():
                 self._unpin(slot)
@@ -136,10 +145,21 @@ class ExpertCache:
                 return
             self._begin(slot, (layer, expert), Priority.GUESS)
             slot.is_guess = True
+            self._guessed.append(slot)
+            self._spans.count("guesses", 1)
 
-    def missing(self, layer: int, experts: Iterable[int]) -> list[int]:
-        """Name those that are neither in memory nor on their way."""
-        return [expert for expert in experts if (layer, expert) not in self._where]
+    def _drop_guesses(self, layer: int, wanted: Sequence[int]) -> None:
+        """Give up the guesses for a layer that turned out wrong and are not read yet."""
+        waiting = []
+        for slot in self._guessed:
+            if not slot.is_guess or slot.ticket is None or slot.key is None:
+                continue
+            if slot.key[0] == layer and slot.key[1] not in wanted and not slot.ticket.is_done:
+                self._reader.cancel(slot.ticket)
+                self._vacate(slot)
+            else:
+                waiting.append(slot)
+        self._guessed = waiting
 
     def give_back(self, count: int) -> int:
         """Give slots back to the machine, the least wanted first; tell how many went."""
@@ -158,34 +178,42 @@ class ExpertCache:
         """Test the invariants: nothing is leased, every slot is free or has one expert."""
         assert all(slot.pins == 0 for slot in self._slots)
         there = [slot for slot in self._slots if slot.key is not None]
-        assert len(there) + len(self._free) == len(self._slots)
+        coming = [slot for slot in self._slots if slot.key is None and slot.ticket is not None]
+        assert len(there) + len(coming) + len(self._free) == len(self._slots)
         assert {slot.key for slot in there} == set(self._where)
         for slot in there:
             assert slot.key is not None
             assert self._where[slot.key] is slot
             assert slot.ticket is not None or not self._busy[slot.number]
 
-    def _batches(
-        self, layer: int, experts: list[int], held: dict[int, _Slot]
-    ) -> Iterator[Mapping[int, Matrices]]:
-        todo: list[int] = []  # without a slot yet
+    def _hold(self, layer: int, experts: Sequence[int], held: dict[int, _Slot]) -> list[int]:
+        """Pin those that are there or on their way; give the others."""
+        todo: list[int] = []
         for expert in experts:
             slot = self._where.get((layer, expert))
             if slot is None:
                 todo.append(expert)
                 continue
             self._pin(expert, slot, held)
+            if slot.is_guess:
+                slot.is_guess = False
+                self._spans.count("guesses_used", 1)
             if slot.ticket is not None:
                 self._reader.promote(slot.ticket)
                 self._spans.count("joined", 1)
             else:
                 self._spans.count("expert_hits", 1)
-            if slot.is_guess:
-                slot.is_guess = False
-                self._spans.count("guesses_used", 1)
         self._spans.count("expert_misses", len(todo))
-        todo = self._begin_all(layer, todo, held)
-        while held:
+        return todo
+
+    def _batches(
+        self, layer: int, todo: list[int], held: dict[int, _Slot]
+    ) -> Iterator[Mapping[int, Matrices]]:
+        while held or todo:
+            if not held:  # what is read on a guess has every slot
+                self._wait_for_a_guess()
+                todo = self._begin_all(layer, todo, held)
+                continue
             ready = {e: slot for e, slot in held.items() if slot.ticket is None}
             if not ready:
                 ready = self._arrived(layer, held)
@@ -193,9 +221,6 @@ class ExpertCache:
             for expert in ready:
                 self._unpin(held.pop(expert))
             todo = self._begin_all(layer, todo, held)
-            if todo and not held:  # every slot is being filled on a guess
-                self._wait_for_a_guess()
-                todo = self._begin_all(layer, todo, held)
 
     def _arrived(self, layer: int, held: dict[int, _Slot]) -> dict[int, _Slot]:
         """Wait for the next of the experts on their way; give all that have come."""
@@ -258,16 +283,24 @@ class ExpertCache:
             raise
 
     def _forget(self, slot: _Slot) -> None:
+        self._vacate(slot)
+        if slot.pins == 0:
+            self._set_free(slot)
+
+    def _vacate(self, slot: _Slot) -> None:
+        """Take the expert out of a slot; bytes may still come into it."""
         assert slot.key is not None
         del self._where[slot.key]
         slot.key, slot.matrices = None, {}
+        self._keys[slot.number] = -1
         if slot.is_guess:
             slot.is_guess = False
             self._spans.count("guesses_wasted", 1)
-        self._keys[slot.number] = -1
-        if slot.pins == 0:
-            self._busy[slot.number] = False
-            self._free.append(slot)
+            self._spans.count("guess_wasted_bytes", self._arena.slot_bytes)
+
+    def _set_free(self, slot: _Slot) -> None:
+        self._busy[slot.number] = False
+        self._free.append(slot)
 
     def _take_slot(self, layer: int) -> _Slot | None:
         """Give an empty slot, emptying the least wanted one; None where all are in use."""
@@ -279,24 +312,28 @@ class ExpertCache:
             return self._free.pop() if self._free else None
         scores = self._policy.scores(self._keys[candidates], layer, self.step)
         slot = self._by_number(int(candidates[scores.argmax()]))
+        assert slot is not None
         self._forget(slot)
         self._spans.count("evictions", 1)
         return self._free.pop()
 
-    def _by_number(self, number: int) -> _Slot:
+    def _by_number(self, number: int) -> _Slot | None:
         if len(self._slots) == self._arena.count:
             return self._slots[number]
-        return next(slot for slot in self._slots if slot.number == number)
+        return next((slot for slot in self._slots if slot.number == number), None)
 
     def _settle_guesses(self) -> None:
-        """Take in guessed experts that have come; a guess that failed is only forgotten."""
+        """Take in what has come without being waited for; what failed is only forgotten."""
         for number in np.flatnonzero(self._busy):
-            slot = self._by_number(int(number)) if self._keys[number] >= 0 else None
-            if slot and slot.pins == 0 and slot.ticket is not None and slot.ticket.is_done:
-                try:
-                    self._settle(slot)
-                except FinbackError:
-                    continue
+            slot = self._by_number(int(number))
+            if slot is None or slot.pins or slot.ticket is None or not slot.ticket.is_done:
+                continue
+            if slot.key is None:  # a guess that was given up
+                slot.ticket = None
+                self._set_free(slot)
+                continue
+            with suppress(FinbackError):
+                self._settle(slot)
 
     def _wait_for_a_guess(self) -> None:
         tickets = [slot.ticket for slot in self._slots if slot.ticket is not None]
@@ -321,8 +358,7 @@ class ExpertCache:
             slot.ticket = None
             self._forget(slot)
         elif slot.key is None:
-            self._busy[slot.number] = False
-            self._free.append(slot)
+            self._set_free(slot)
         else:
             self._busy[slot.number] = False
 

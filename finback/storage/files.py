@@ -39,6 +39,10 @@ class OpenFile:
 
             fcntl.fcntl(self.descriptor, F_NOCACHE, 1)
 
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self.descriptor)
+
     def read(self, view: memoryview, offset: int) -> int:
         """Fill the start of `view` from `offset`; give the count, 0 at the end of the file."""
         count = os.preadv(self.descriptor, [view], offset)
@@ -93,4 +97,4 @@ class Files:
         for key in [key for key, file in self._open.items() if file.users == 0]:
             if len(self._open) <= most:
                 return
-            os.close(self._open.pop(key).descriptor)
+            self._open.pop(key).close()

@@ -109,8 +109,10 @@ class Reader:
             direct: Read past the page cache where the file system can.
         """
         self._spans, self._threads, self._files = spans, threads, Files(direct)
-        self._changed = Condition(Lock())
+        self._lock = Lock()
+        self._done = Condition(self._lock)
         self._queues: dict[int, list[tuple[int, int, _Piece]]] = {}
+        self._filled: dict[int, Condition] = {}  # of each queue
         self._devices: dict[Path, int] = {}
         self._serial = itertools.count()
         self._under_way, self._since = 0, 0.0
@@ -144,7 +146,7 @@ class Reader:
                 )
             end += blocks * BLOCK
         ticket.left = len(ticket.pieces)
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 raise ReadError(f"{extents[0].path}: the model has been closed")
             self._enqueue(ticket)
@@ -152,20 +154,20 @@ class Reader:
 
     def promote(self, ticket: Ticket) -> None:
         """Somebody waits now for what was read ahead or guessed."""
-        with self._changed:
+        with self._lock:
             if ticket.priority != Priority.DEMAND and not ticket.is_done:
                 ticket.priority = Priority.DEMAND
                 self._enqueue(ticket)
 
     def cancel(self, ticket: Ticket) -> None:
         """Give up the pieces that have not begun; `wait` before the memory is used again."""
-        with self._changed:
+        with self._lock:
             ticket.is_cancelled = True
             for piece in ticket.pieces:
                 if not piece.is_taken:
                     piece.is_taken = True
                     ticket.left -= 1
-            self._changed.notify_all()
+            self._done.notify_all()
 
     def wait(self, tickets: Iterable[Ticket]) -> None:
         """Wait until all are done.
@@ -174,18 +176,18 @@ class Reader:
             ReadError: A file ended early, cannot be opened, or the device failed.
         """
         wanted = list(tickets)
-        with self._changed:
+        with self._lock:
             while not all(ticket.is_done for ticket in wanted):
-                self._changed.wait()
+                self._done.wait()
         for ticket in wanted:
             if ticket.error is not None:
                 raise ticket.error
 
     def wait_any(self, tickets: Sequence[Ticket]) -> None:
         """Wait until at least one is done, well or badly."""
-        with self._changed:
+        with self._lock:
             while not any(ticket.is_done for ticket in tickets):
-                self._changed.wait()
+                self._done.wait()
 
     def read(self, extent: Extent, role: str = "spine") -> Bytes:
         """Read one extent into new memory.
@@ -201,14 +203,14 @@ class Reader:
     @property
     def is_idle(self) -> bool:
         """Tell whether no read is waiting or under way."""
-        with self._changed:
+        with self._lock:
             return self._under_way == 0 and not any(
                 not piece.is_taken for queue in self._queues.values() for *_, piece in queue
             )
 
     def close(self) -> None:
         """Stop the threads after the pieces under way and close every file; later reads fail."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             for queue in self._queues.values():
                 for _, _, piece in queue:
@@ -217,14 +219,16 @@ class Reader:
                         piece.ticket.error = ReadError(f"{piece.path}: the model has been closed")
                         piece.ticket.left -= 1
                 queue.clear()
-            self._changed.notify_all()
+            for filled in self._filled.values():
+                filled.notify_all()
+            self._done.notify_all()
         for worker in self._workers:
             worker.join()
         self._files.close()
 
     def check(self) -> None:
         """Test the invariants: nothing is under way that nobody queued."""
-        with self._changed:
+        with self._lock:
             assert self._under_way >= 0
             assert not self._is_closed or self._under_way == 0
 
@@ -235,12 +239,13 @@ class Reader:
             device = self._device(piece.path)
             if device not in self._queues:
                 self._queues[device] = []
+                self._filled[device] = Condition(self._lock)
                 for _ in range(self._threads):
                     worker = Thread(target=self._work, args=(device,), daemon=True)
                     self._workers.append(worker)
                     worker.start()
             heapq.heappush(self._queues[device], (int(ticket.priority), next(self._serial), piece))
-        self._changed.notify_all()
+            self._filled[device].notify()
 
     def _device(self, path: Path) -> int:
         if path not in self._devices:
@@ -251,11 +256,11 @@ class Reader:
         return self._devices[path]
 
     def _work(self, device: int) -> None:
-        queue = self._queues[device]
+        queue, filled = self._queues[device], self._filled[device]
         while True:
-            with self._changed:
+            with self._lock:
                 while not queue and not self._is_closed:
-                    self._changed.wait()
+                    filled.wait()
                 if not queue:
                     return
                 piece = heapq.heappop(queue)[2]
@@ -266,7 +271,7 @@ class Reader:
                     self._since = time.perf_counter()
                 self._under_way += 1
             error = self._fill(piece)
-            with self._changed:
+            with self._lock:
                 self._under_way -= 1
                 if self._under_way == 0:
                     self._spans.seconds["read"] += time.perf_counter() - self._since
@@ -274,10 +279,12 @@ class Reader:
                 self._spans.count("bytes_requested", len(piece.view))
                 piece.ticket.error = piece.ticket.error or error
                 piece.ticket.left -= 1
-                if piece.ticket.is_done and not piece.ticket.is_cancelled:
-                    self._spans.count("bytes_read", piece.ticket.num_bytes)
-                    self._spans.count(f"bytes_read_{piece.ticket.role}", piece.ticket.num_bytes)
-                self._changed.notify_all()
+                if piece.ticket.is_done:
+                    if not piece.ticket.is_cancelled:
+                        size, role = piece.ticket.num_bytes, piece.ticket.role
+                        self._spans.count("bytes_read", size)
+                        self._spans.count(f"bytes_read_{role}", size)
+                    self._done.notify_all()
 
     def _fill(self, piece: _Piece) -> ReadError | None:
         try:

@@ -98,7 +98,8 @@ class Spine:
 
     def stays(self, name: str) -> bool:
         """Tell whether a group stays in memory."""
-        return self._held[name].buffer is None
+        held = self._held.get(name)
+        return held is None or held.buffer is None
 
     def load(self) -> None:
         """Read every group that stays, and begin with the first of the others.

@@ -1,0 +1,175 @@
+"""Decoding from disk beside the disk's own ceiling, in one run.
+
+The ceiling is measured by plain threads that only read (`storage/probe.py`), then the reader alone
+on experts, then decoding with the memory that was asked for. Rounds alternate; medians.
+"""
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finback.checkpoint.formats import Bytes
+from finback.checkpoint.index import open_checkpoint
+from finback.errors import UsageError
+from finback.llm import LLM
+from finback.models.loading import read_needs
+from finback.spans import Profile, Spans
+from finback.storage.arena import BLOCK, huge_bytes, reserve
+from finback.storage.memory import peak_bytes
+from finback.storage.probe import measure_ceiling
+from finback.storage.reader import Reader, Ticket, place
+
+AT_ONCE = 16  # experts under way, as in a layer of Kimi K3
+
+
+@dataclass(slots=True)
+class StreamReport:
+    """Medians of all rounds; `decode` as `Profile.as_json`."""
+
+    ceiling_gbps: float = 0.0
+    reader_gbps: float = 0.0
+    reader_core_s_per_gb: float = 0.0
+    huge_page_share: float | None = None
+    decode: dict[str, Any] = field(default_factory=dict)
+    load_s: float = 0.0
+    peak_memory_bytes: int = 0
+    budget_bytes: int = 0
+    plan: dict[str, int] = field(default_factory=dict)
+    streamed_groups: int = 0
+    expert_slots: int = 0
+    rounds: list[dict[str, float]] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Give the report as plain values."""
+        return asdict(self)
+
+
+def measure_stream(
+    folder: Path,
+    tokens: int = 4,
+    rounds: int = 5,
+    cold: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+    **options: Any,
+) -> StreamReport:
+    """Measure the disk, the reader, and decoding.
+
+    Args:
+        folder: A checkpoint, best of several times the memory.
+        tokens: Decoded in each round.
+        rounds: Of ceiling, reader and decoding in turn.
+        cold: Drop the page cache's share of the files first.
+        progress: Told what is being done.
+        options: Fields of EngineConfig.
+
+    Raises:
+        UsageError: The model has no experts on disk to speak of.
+    """
+    checkpoint = open_checkpoint(folder)
+    paths = [folder / name for name in checkpoint.files]
+    if cold:
+        drop_cached(paths)
+    report = StreamReport()
+    experts = _ExpertReads(folder)
+    progress("loading")
+    start = time.perf_counter()
+    with LLM(folder, **options) as llm:
+        report.load_s = time.perf_counter() - start
+        ceilings, readers, cores, profiles = [], [], [], []
+        report.budget_bytes, report.plan = llm.plan.budget, dict(llm.plan.parts)
+        report.streamed_groups = len(llm.plan.streamed)
+        report.expert_slots = llm.plan.num_slots
+        _decode(llm, 1)
+        for number in range(rounds):
+            progress(f"round {number + 1} of {rounds}: disk")
+            ceiling = measure_ceiling(paths, memory=experts.memory)
+            if ceiling is None:
+                raise UsageError(f"{folder}: too small to measure a disk with")
+            ceilings.append(ceiling)
+            progress(f"round {number + 1} of {rounds}: reader")
+            rate, core = experts.measure()
+            readers.append(rate)
+            cores.append(core)
+            progress(f"round {number + 1} of {rounds}: decoding")
+            profiles.append(_decode(llm, tokens))
+    experts.close()
+    report.ceiling_gbps = statistics.median(ceilings)
+    report.reader_gbps = statistics.median(readers)
+    report.reader_core_s_per_gb = statistics.median(cores)
+    report.huge_page_share = experts.huge_page_share
+    figures = [p.as_json(tokens, c) for p, c in zip(profiles, ceilings, strict=True)]
+    report.decode = {name: _median([f[name] for f in figures]) for name in figures[0]}
+    report.rounds = [
+        {"ceiling_gbps": c, "reader_gbps": r, "gbps": p.gbps, "tokens_per_s": tokens / p.wall_s}
+        for c, r, p in zip(ceilings, readers, profiles, strict=True)
+    ]
+    report.peak_memory_bytes = peak_bytes()
+    return report
+
+
+def drop_cached(paths: list[Path]) -> None:
+    """Drop the page cache's share of files."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _decode(llm: LLM, tokens: int) -> Profile:
+    prompt = np.random.default_rng().integers(0, 500, 3).tolist()  # other experts each time
+    done = llm.generate(prompt, max_tokens=tokens + 1, temperature=0, ignore_eos=True)
+    return done.stats.decode
+
+
+def _median(values: list[Any]) -> Any:
+    """Give the median of figures, of each in tables."""
+    if isinstance(values[0], dict):
+        names = {name for value in values for name in value}
+        return {n: _median([value.get(n, 0) for value in values]) for n in sorted(names)}
+    return statistics.median(values)
+
+
+class _ExpertReads:
+    """The reader alone, on experts in random order, sixteen under way."""
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = Reader(Spans())
+        self._layouts = read_needs(open_checkpoint(folder)).layouts
+        keys = self._layouts.keys
+        self._keys = random.sample(keys, min(len(keys), 8 * AT_ONCE))
+        sizes = [place(self._layouts(*key).extents)[1] for key in self._keys]
+        self._slot = max(sizes)
+        self.memory: Bytes = reserve(self._slot * AT_ONCE)
+        self.memory[::BLOCK] = 0  # taken now, so that the memory plan knows of it
+        self.huge_page_share: float | None = None
+
+    def measure(self) -> tuple[float, float]:
+        """Read the experts once: GB/s and core-seconds a GB."""
+        start, cpu, done = time.perf_counter(), time.process_time(), 0
+        flying: list[Ticket] = []
+        for number, key in enumerate(self._keys):
+            if len(flying) == AT_ONCE:
+                self._reader.wait([flying.pop(0)])
+            slot = number % AT_ONCE
+            memory = self.memory[slot * self._slot : (slot + 1) * self._slot]
+            layout = self._layouts(*key)
+            flying.append(self._reader.submit(layout.extents, memory))
+            done += layout.num_bytes
+        self._reader.wait(flying)
+        taken, cpu = time.perf_counter() - start, time.process_time() - cpu
+        huge = huge_bytes(self.memory)
+        self.huge_page_share = None if huge is None else huge / max(1, self.memory.nbytes)
+        return done / taken / 1e9, cpu / (done / 1e9)
+
+    def close(self) -> None:
+        self._reader.close()
