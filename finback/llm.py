@@ -23,12 +23,14 @@ from finback.kernels.backends import best_backend
 from finback.models.loading import load_model, read_needs
 from finback.planner.memory import plan_memory
 from finback.spans import Profile, Snapshot, Spans
+from finback.storage.probe import measure_ceiling
 from finback.text.chat import ChatFormat, ChatOptions, load_chat
 from finback.text.parse import ParsedMessage, Piece, collect
 from finback.text.stream import StopStrings, TextStream
 from finback.text.tokenizer import load_tokenizer, read_tokenizer_config, token_text
 from finback.text.xtml import Message
 
+EVERY = 16  # tokens between two looks at the figures of an answer on its way
 RAW_MAX_TOKENS = 256  # a bare text has no end of its own
 logger = logging.getLogger(__name__)
 
@@ -39,9 +41,14 @@ class RunStats:
 
     prompt_tokens: int = 0
     tokens: int = 0
-    prompt_s: float = 0.0
+    prompt: Profile = field(default_factory=Profile)  # up to the answer's first token
     whole: Profile = field(default_factory=Profile)  # prompt and answer
     decode: Profile = field(default_factory=Profile)  # the answer's tokens after the first
+
+    @property
+    def prompt_s(self) -> float:
+        """Seconds until the answer's first token."""
+        return self.prompt.wall_s
 
     @property
     def decode_s(self) -> float:
@@ -117,6 +124,7 @@ class LLM:
         self._inbox: dict[int, list[Delta]] = {}
         self._is_closed = False
         checkpoint = open_checkpoint(self.folder)
+        self._files = checkpoint.files
         generation = read_json_if_there(self.folder / "generation_config.json")
         self.sampling = read_sampling(generation)
         self.tokenizer = load_tokenizer(self.folder)
@@ -141,6 +149,13 @@ class LLM:
             self.close()
             raise
         logger.info("loaded %s in %.2f s", self.folder, self.spans.seconds["load"])
+
+    def measure_disk(self) -> float | None:
+        """Measure this disk's ceiling on the model's files, in GB/s, for under a second.
+
+        None where the files are too small to measure with.
+        """
+        return measure_ceiling([self.folder / name for name in self._files])
 
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> Completion:
         """Continue a text, or token ids.
@@ -347,11 +362,13 @@ class Totals:
     def settle(self, out: Completion) -> None:
         """Write what was spent since into the answer's figures."""
         stats = out.stats
-        stats.whole = self._spans.since(self._start)
-        if not stats.tokens:
-            stats.prompt_s, self._first = stats.whole.wall_s, self._spans.snapshot()
+        if self._first is None:
+            stats.prompt = stats.whole = self._spans.since(self._start)
+            if out.token_ids:
+                self._first = self._spans.snapshot()
         stats.tokens = len(out.token_ids)
-        if self._first is not None:
+        if self._first is not None and (out.finish_reason or stats.tokens % EVERY == 0):
+            stats.whole = self._spans.since(self._start)
             stats.decode = self._spans.since(self._first)
 
 

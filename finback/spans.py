@@ -2,8 +2,7 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 # What the main thread does in a step; the rest of a step is "other".
@@ -25,22 +24,22 @@ class Spans:
         self._open: list[str] = []
         self._since = 0.0  # when the innermost open phase began, or went on
 
-    @contextmanager
-    def span(self, phase: str) -> Iterator[None]:
-        """Time a block."""
-        start = now = time.perf_counter()
+    def span(self, phase: str) -> "Span":
+        """Time a block: `with spans.span(phase):`."""
+        return Span(self, phase)
+
+    def _enter(self, phase: str, now: float) -> None:
         if self._open:
             self.seconds[self._open[-1]] += now - self._since
         self._open.append(phase)
         self._since = now
-        try:
-            yield
-        finally:
-            now = time.perf_counter()
-            self.seconds[phase] += now - self._since
-            self.whole[phase] += now - start
-            self._open.pop()
-            self._since = now
+
+    def _leave(self, phase: str, start: float) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] += now - self._since
+        self.whole[phase] += now - start
+        self._open.pop()
+        self._since = now
 
     def count(self, name: str, amount: int) -> None:
         """Add to a counter, such as bytes read."""
@@ -62,6 +61,23 @@ class Spans:
             compute={name: seconds[name] for name in COMPUTE if name in seconds},
             counts={name: count for name, count in counts.items() if count},
         )
+
+
+class Span:
+    """One timed block; a class of its own because a token has hundreds of them."""
+
+    __slots__ = ("_phase", "_spans", "_start")
+
+    def __init__(self, spans: Spans, phase: str) -> None:
+        """Time nothing yet."""
+        self._spans, self._phase = spans, phase
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+        self._spans._enter(self._phase, self._start)
+
+    def __exit__(self, *error: object) -> None:
+        self._spans._leave(self._phase, self._start)
 
 
 @dataclass(frozen=True, slots=True)

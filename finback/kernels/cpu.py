@@ -318,16 +318,16 @@ def _list_of(weights: tuple[Weight, ...]) -> tuple[CArray[c_void_p], list[int]]:
 
     The description is kept with the first of them, for the list that asked last.
     """
-    found = weights[0].derived.get("cpu list")
-    if not (isinstance(found, tuple) and found[0] is weights):
-        if len({weight.shape[1] for weight in weights}) > 1:
-            raise ValueError("all weights of a list must have as many columns as x")
-        addresses = [_described(weight) for weight in weights]
-        sizes = np.cumsum([weight.shape[0] for weight in weights]).tolist()
-        found = (weights, (c_void_p * len(weights))(*addresses), sizes)
-        if len(weights) > 1:  # a tuple of one is made anew for each call
-            weights[0].derived["cpu list"] = found
-    return found[1], found[2]
+    kept, name = weights[0].derived, "cpu list" if len(weights) > 1 else "cpu one"
+    found = kept.get(name)
+    if isinstance(found, tuple) and (found[0] is weights or len(weights) == 1):
+        return found[1], found[2]
+    if len({weight.shape[1] for weight in weights}) > 1:
+        raise ValueError("all weights of a list must have as many columns as x")
+    pointers = (c_void_p * len(weights))(*[_described(weight) for weight in weights])
+    sizes = list(itertools.accumulate(weight.shape[0] for weight in weights))
+    kept[name] = (weights, pointers, sizes) if len(weights) > 1 else (None, pointers, sizes)
+    return pointers, sizes
 
 
 def _feed(feed: Feed, width: int, inner: int, whose: str) -> tuple[int, int, int]:

@@ -6,6 +6,7 @@ Planned before a weight is read, and refused with the least that would work. Wha
 comes before experts: a byte of it is read again for every step, one of an expert only sometimes.
 """
 
+from collections.abc import Sequence
 from math import prod
 
 from finback.config import EngineConfig
@@ -13,7 +14,7 @@ from finback.errors import CapacityError
 from finback.kernels.ops import Ops
 from finback.models.loading import MemoryPlan, Needs
 from finback.storage.memory import Limits, read_limits
-from finback.storage.spine import NUM_BUFFERS, Group
+from finback.storage.spine import Group, buffer_sizes
 from finback.units import human_bytes, parse_bytes
 
 CONTEXT = 16_384  # tokens of a sequence, unless more is asked for
@@ -42,9 +43,9 @@ def plan_memory(
     base = sum(fixed.values())
     sizes = {group.name: group.num_bytes for group in needs.groups}
     is_tied = "head" not in sizes
-    buffered = {n: s for n, s in sizes.items() if n != "embedding" or is_tied}
-    least_spine = NUM_BUFFERS * max(buffered.values(), default=0)
-    least_spine = min(least_spine, sum(sizes.values()))
+    groups = [g for g in needs.groups if g.name != "embedding" or is_tied]
+    names = frozenset(group.name for group in groups)
+    least_spine = min(sum(buffer_sizes(groups, names)), sum(sizes.values()))
     least = base + per_sequence + shape.row_bytes + least_spine + needs.slot_bytes
     if least > budget:
         raise CapacityError(
@@ -69,10 +70,10 @@ def plan_memory(
         streamed: frozenset[str] = frozenset()
         spine = whole
     else:
-        room = left - least_spine - min(wanted * needs.slot_bytes, left - least_spine)
-        resident = [] if config.stream_spine else _as_many_as_fit(needs.groups, buffered, room)
-        streamed = frozenset(buffered) - frozenset(resident)
-        spine = least_spine + sum(sizes[name] for name in resident)
+        room = left - min(wanted * needs.slot_bytes, left - least_spine)
+        resident = [] if config.stream_spine else _as_many_as_fit(groups, room)
+        streamed = names - frozenset(resident)
+        spine = sum(sizes[name] for name in resident) + sum(buffer_sizes(groups, streamed))
     slots = max(1, (left - spine) // needs.slot_bytes) if needs.slot_bytes else 0
     slots = min(slots, needs.num_experts, config.expert_slots or needs.num_experts)
     parts = fixed | {
@@ -101,13 +102,15 @@ def _budget(config: EngineConfig, limits: Limits) -> int:
     return min(most, parse_bytes(config.memory, limits.total))
 
 
-def _as_many_as_fit(groups: tuple[Group, ...], buffered: dict[str, int], room: int) -> list[str]:
-    """Choose groups that stay in memory; the buffers are still needed for at least one."""
+def _as_many_as_fit(groups: Sequence[Group], room: int) -> list[str]:
+    """Choose groups that stay in memory beside the buffers for the others."""
     chosen: list[str] = []
+    size = 0
     for group in groups:
-        if group.name in buffered and buffered[group.name] <= room:
+        others = frozenset(g.name for g in groups) - {*chosen, group.name}
+        if size + group.num_bytes + sum(buffer_sizes(groups, others)) <= room:
             chosen.append(group.name)
-            room -= buffered[group.name]
+            size += group.num_bytes
     return chosen
 
 

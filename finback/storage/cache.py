@@ -5,6 +5,8 @@ that are there, then each as its bytes arrive. There may be fewer slots than exp
 what has been computed makes room for the next.
 """
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,9 +17,15 @@ from finback.checkpoint.formats import MXFP4_BAD_SCALE, Weight, has_bad_scale
 from finback.errors import DamagedFile, FinbackError
 from finback.spans import Spans
 from finback.storage.arena import Arena, release
+from finback.storage.memory import pressure
 from finback.storage.policies import Policy
 from finback.storage.prefetch import Guesses
 from finback.storage.reader import Extent, Priority, Reader, Ticket, place
+from finback.units import human_bytes
+
+SECONDS_BETWEEN_LOOKS = 1.0
+MUCH_PRESSURE = 0.1  # of ten seconds with something waiting for memory
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,7 @@ class ExpertCache:
         self._where: dict[Key, _Slot] = {}
         self._keys = np.full(arena.count, -1, np.int64)  # of each slot, for the policy
         self._busy = np.zeros(arena.count, bool)  # pinned or being filled
+        self._last_look = 0.0
         self._guessed: list[_Slot] = []  # slots that may still be filled on a guess
         self.step, self._last_layer = 0, -1
         self.on_lease: Callable[[int, Sequence[int]], None] | None = None  # a trace
@@ -120,6 +129,7 @@ class ExpertCache:
         """
         if layer <= self._last_layer:
             self.step += 1  # another pass over the layers
+            self._yield_to_pressure()
         self._last_layer = layer
         if self.on_lease is not None:
             self.on_lease(layer, experts)
@@ -173,6 +183,25 @@ class ExpertCache:
             self._busy[slot.number] = True  # never a candidate again
             given += 1
         return given
+
+    def _yield_to_pressure(self) -> None:
+        """Where the machine is short of memory, give some slots back, at most once a second."""
+        now = time.monotonic()
+        if now - self._last_look < SECONDS_BETWEEN_LOOKS or len(self._slots) == 1:
+            return
+        self._last_look = now
+        share = pressure()
+        if share < MUCH_PRESSURE:
+            return
+        given = self.give_back(max(1, len(self._slots) // 16))
+        self._spans.count("slots_given_back", given)
+        logger.warning(
+            "memory is short on this machine (%.0f %% of the time something waited for it): gave "
+            "%s back, %d experts still fit",
+            share * 100,
+            human_bytes(given * self._arena.slot_bytes),
+            len(self._slots),
+        )
 
     def check(self) -> None:
         """Test the invariants: nothing is leased, every slot is free or has one expert."""

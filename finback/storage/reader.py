@@ -273,8 +273,9 @@ class Reader:
             error = self._fill(piece)
             with self._lock:
                 self._under_way -= 1
-                if self._under_way == 0:
-                    self._spans.seconds["read"] += time.perf_counter() - self._since
+                now = time.perf_counter()
+                self._spans.seconds["read"] += now - self._since
+                self._since = now
                 self._spans.count("reads", 1)
                 self._spans.count("bytes_requested", len(piece.view))
                 piece.ticket.error = piece.ticket.error or error

@@ -52,6 +52,12 @@ class Group:
         return out
 
 
+def buffer_sizes(groups: Sequence[Group], streamed: frozenset[str]) -> list[int]:
+    """Give the bytes of each buffer: its largest group's, the groups taking turns."""
+    sizes = [group.num_bytes for group in groups if group.name in streamed]
+    return [max(sizes[buffer::NUM_BUFFERS], default=0) for buffer in range(NUM_BUFFERS)]
+
+
 @dataclass(slots=True)
 class _Held:
     """A group with its memory; `buffer` is None where it stays there."""
@@ -77,8 +83,7 @@ class Spine:
             spans: `wait` is the time in which a group's bytes were waited for.
         """
         self._reader, self._spans = reader, spans
-        largest = max((g.num_bytes for g in groups if g.name in streamed), default=0)
-        buffers = [reserve(largest) for _ in range(NUM_BUFFERS)] if streamed else []
+        buffers = [reserve(size) for size in buffer_sizes(groups, streamed)]
         self._held: dict[str, _Held] = {}
         self._order: list[str] = []  # of the streamed ones
         for group in groups:
@@ -95,6 +100,15 @@ class Spine:
         """Give the memory of each tensor of a group; read by `load`, or when it is leased."""
         held = self._held[name]
         return held.group.views(held.memory)
+
+    @property
+    def groups(self) -> list[Group]:
+        """List the groups, in the order in which a step uses them."""
+        return [held.group for held in self._held.values()]
+
+    def memory(self, name: str) -> Bytes:
+        """Give the memory that a group is read into."""
+        return self._held[name].memory
 
     def stays(self, name: str) -> bool:
         """Tell whether a group stays in memory."""
