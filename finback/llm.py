@@ -24,6 +24,7 @@ from finback.models.loading import load_model, read_needs
 from finback.planner.memory import plan_memory
 from finback.spans import Profile, Snapshot, Spans
 from finback.storage.probe import measure_ceiling
+from finback.storage.trace import Recorder
 from finback.text.chat import ChatFormat, ChatOptions, load_chat
 from finback.text.parse import ParsedMessage, Piece, collect
 from finback.text.stream import StopStrings, TextStream
@@ -156,6 +157,14 @@ class LLM:
         None where the files are too small to measure with.
         """
         return measure_ceiling([self.folder / name for name in self._files])
+
+    def record_routes(self) -> Recorder:
+        """Note from now on which experts are used; the recorder gives the trace."""
+        self._refuse_closed()
+        shape = self._loaded.model.shape
+        recorder = Recorder(shape.num_layers, shape.num_experts, self._loaded.experts.slot_bytes)
+        self._loaded.experts.on_lease = recorder.note
+        return recorder
 
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> Completion:
         """Continue a text, or token ids.

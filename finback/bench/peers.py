@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finback.bench.stream import drop_cached
 from finback.checkpoint.index import open_checkpoint
 from finback.config import Activations
 from finback.errors import FinbackError, UsageError
@@ -77,12 +78,7 @@ def compare_with_llama_cpp(
     if not folder.exists():
         progress(f"writing random weights to {folder}")
         synthesise(folder, cut_down(find_config("kimi-k3"), **SMALL))
-    if not gguf.exists():
-        from finback.bench.gguf_writer import write_gguf
-
-        progress("writing the same weights as GGUF")
-        write_gguf(folder, gguf.with_suffix(".part"), keep_types=True)
-        gguf.with_suffix(".part").replace(gguf)
+    _write_gguf(folder, gguf, progress)
     footprint = measure_footprint(open_checkpoint(folder))
     spine = footprint.spine_bytes - footprint.bytes_by_role["embedding"]
     report = PeerReport(threads, tokens, footprint.expert_bytes_per_token + spine)
@@ -107,6 +103,78 @@ def compare_with_llama_cpp(
     return report
 
 
+def compare_from_disk(
+    folder: Path,
+    gguf: Path,
+    tokens: int = 6,
+    rounds: int = 5,
+    threads: int | None = None,
+    memory: str = "auto",
+    progress: Callable[[str], None] = lambda _: None,
+) -> PeerReport:
+    """Decode a model larger than memory with both, one process after the other.
+
+    Run it where memory is limited for all processes together, in a control group. llama.cpp maps
+    its file; its repacking copies all weights into memory and so is left out as a second engine,
+    which counts as 0 where it is killed. Loading is not timed.
+
+    Args:
+        folder: A K3 checkpoint larger than the memory.
+        gguf: The same as GGUF; written if it is not there.
+        tokens: Tokens a round.
+        rounds: Rounds of each engine; medians are reported.
+        threads: Computing threads of both; all cores if None.
+        memory: finback's budget.
+        progress: Told what is being done.
+
+    Raises:
+        UsageError: The registry packages are not installed.
+    """
+    _require_packages()
+    threads = threads or available_threads()
+    _write_gguf(folder, gguf, progress)
+    checkpoint = open_checkpoint(folder)
+    footprint = measure_footprint(checkpoint)
+    spine = footprint.spine_bytes - footprint.bytes_by_role["embedding"]
+    report = PeerReport(threads, tokens, footprint.expert_bytes_per_token + spine)
+    files = [folder / name for name in checkpoint.files]
+    engines = {
+        "finback int16": ["finback", str(folder), memory],
+        "llama.cpp --repack 0": ["llama.cpp", str(gguf), "mapped"],
+        "llama.cpp": ["llama.cpp", str(gguf), "default"],
+    }
+    for number in range(rounds):
+        for name, (engine, path, how) in engines.items():
+            if report.rounds.get(name) == [0.0]:
+                continue  # killed: it will be again
+            progress(f"round {number + 1} of {rounds}: {name}")
+            drop_cached([*files, gguf])
+            command = [sys.executable, "-m", "finback.bench.peers", engine, path, str(threads), how]
+            done = subprocess.run(
+                command, input=f"{tokens}\n", capture_output=True, text=True, check=False
+            )
+            lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+            rate = json.loads(lines[-1])["tokens_per_s"] if lines else 0.0
+            report.rounds.setdefault(name, []).append(rate)
+    report.tokens_per_s = {n: statistics.median(r) for n, r in report.rounds.items()}
+    theirs = max(rate for name, rate in report.tokens_per_s.items() if "llama" in name)
+    report.of_llama_cpp = {
+        n: rate / theirs if theirs else 0.0 for n, rate in report.tokens_per_s.items()
+    }
+    return report
+
+
+def _write_gguf(folder: Path, gguf: Path, progress: Callable[[str], None]) -> None:
+    if gguf.exists():
+        return
+    from finback.bench.gguf_writer import write_gguf
+
+    progress("writing the same weights as GGUF")
+    part = gguf.with_suffix(".part")
+    write_gguf(folder, part, keep_types=True)
+    part.replace(gguf)
+
+
 def _decode(llm: LLM, tokens: int) -> float:
     done = llm.generate(PROMPT, max_tokens=tokens, temperature=0, ignore_eos=True)
     return done.stats.tokens_per_s
@@ -124,7 +192,15 @@ class _LlamaCpp:
 
     def __init__(self, gguf: Path, threads: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "finback.bench.peers", str(gguf), str(threads)],
+            [
+                sys.executable,
+                "-m",
+                "finback.bench.peers",
+                "llama.cpp",
+                str(gguf),
+                str(threads),
+                "default",
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -150,21 +226,38 @@ class _LlamaCpp:
         self._process.wait()
 
 
-def _serve(gguf: str, threads: int) -> None:
-    """Be the other process."""
+def _serve(engine: str, path: str, threads: int, how: str) -> None:
+    """Be the other process: decode so many tokens for each number on standard input."""
+    decode = _finback(path, threads, how) if engine == "finback" else _llama(path, threads, how)
+    for line in sys.stdin:
+        print(json.dumps({"tokens_per_s": decode(int(line))}), flush=True)
+
+
+def _finback(path: str, threads: int, memory: str) -> Callable[[int], float]:
+    llm = LLM(path, threads=threads, memory=memory, max_sequences=1, context=512)
+    return lambda tokens: _decode(llm, tokens)
+
+
+def _llama(path: str, threads: int, how: str) -> Callable[[int], float]:
     import xllamacpp  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
     params = xllamacpp.CommonParams()
-    params.model.path = gguf
+    params.model.path = path
     params.n_ctx, params.n_parallel, params.n_gpu_layers = 512, 1, 0
     params.warmup = False
+    if how == "mapped":
+        params.no_extra_bufts = True
+        params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_MMAP
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     server = xllamacpp.Server(params)
-    for line in sys.stdin:
-        body = {"prompt": PROMPT, "max_tokens": int(line), "temperature": 0, "ignore_eos": True}
-        reply = server.handle_completions(body)
-        print(json.dumps({"tokens_per_s": reply["timings"]["predicted_per_second"]}), flush=True)
+
+    def decode(tokens: int) -> float:
+        body = {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        rate: float = server.handle_completions(body)["timings"]["predicted_per_second"]
+        return rate
+
+    return decode
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], int(sys.argv[2]))
+    _serve(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])

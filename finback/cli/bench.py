@@ -47,21 +47,26 @@ def peers(
     threads: Annotated[
         int | None, typer.Option(help="Threads of both; all cores if left out.", min=1)
     ] = None,
+    from_disk: Annotated[
+        bool, typer.Option("--from-disk", help="Compare a model larger than memory.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Decode beside llama.cpp: the same weights, everything in memory, rounds in turn.
 
-    Needs the oracle extra. The weights are written a second time, as DIR.gguf.
+    Needs the oracle extra. The weights are written a second time, as DIR.gguf. With --from-disk
+    each round is a process of its own; run it in a control group that limits memory.
     """
-    from finback.bench.peers import compare_with_llama_cpp
+    from finback.bench.peers import compare_from_disk, compare_with_llama_cpp
 
-    report = compare_with_llama_cpp(
+    compare = compare_from_disk if from_disk else compare_with_llama_cpp
+    report = compare(
         model,
         model.with_name(model.name + ".gguf"),
-        tokens,
-        rounds,
-        threads,
-        lambda text: output.talk(output.dim(text)),
+        tokens=tokens,
+        rounds=rounds,
+        threads=threads,
+        progress=lambda text: output.talk(output.dim(text)),
     )
     if as_json:
         output.json_data(report.as_json())

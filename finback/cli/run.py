@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -96,6 +97,10 @@ def run(
     profile: Annotated[
         bool, typer.Option("--profile", help="Say where the seconds and bytes went.")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Record which experts were used, for `finback replay`."),
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text; repeatable.")
     ] = None,
@@ -129,7 +134,10 @@ def run(
         answer = Answer(llm, _messages(text, system) if as_chat else text, think, sampling)
         if not as_chat and not as_json and not quiet:
             output.echo(text)
+        recorder = llm.record_routes() if trace is not None else None
         is_whole = answer.run(show=not as_json, quiet=quiet)
+        if trace is not None and recorder is not None:
+            recorder.trace().save(trace)
         ceiling = llm.measure_disk() if profile else None
         if as_json:
             value = report(llm, answer.out, as_chat)

@@ -105,6 +105,11 @@ class ExpertCache:
         self.on_lease: Callable[[int, Sequence[int]], None] | None = None  # a trace
 
     @property
+    def slot_bytes(self) -> int:
+        """Give the bytes of a slot."""
+        return self._arena.slot_bytes
+
+    @property
     def num_slots(self) -> int:
         """Count the slots there are now."""
         return len(self._slots)

@@ -14,6 +14,9 @@ Keys = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float64]
 
 HALF_LIFE = 24.0  # steps after which a use counts half
+HALF_LIVES = (5.0, 20.0, 80.0, 400.0)  # of the memories that are mixed
+MERIT_KEPT = 0.98  # of what is known about a memory, at each lease
+PRIOR = 0.05  # uses that an expert is credited with before any
 
 
 class Policy(Protocol):
@@ -73,25 +76,46 @@ class Frequency:
 class Distance:
     """Give up what will be wanted last: how often it is used, and how far its layer is ahead.
 
-    An expert with the decayed count w is used in a step with about p = (w + prior) / n, n being the
-    decayed number of steps; it waits (1/p − 1) whole passes, after the layers to its next turn.
+    An expert that a step uses with share p waits (1/p − 1) whole passes, after the layers to its
+    next turn. The share is a mixture of decayed frequencies with short and long memories, weighted
+    by how well each has foretold the choices of late (Bayesian model averaging with forgetting).
     """
 
-    def __init__(self, num_layers: int, num_experts: int, half_life: float = HALF_LIFE) -> None:
+    def __init__(self, num_layers: int, num_experts: int) -> None:
         """Start with nothing used."""
         self._num_layers, self._num_experts = num_layers, num_experts
-        self._frequency = Frequency(num_layers, num_experts, half_life)
-        self._most = 1 / (1 - 0.5 ** (1 / half_life))  # the count of what is used in every step
+        self._half_lives = np.array(HALF_LIVES)[:, None]
+        self._weight = np.zeros((len(HALF_LIVES), num_layers * num_experts))
+        self._step = np.zeros(num_layers * num_experts)
+        self._merit = np.zeros(len(HALF_LIVES))  # log likelihoods, old ones forgotten
 
     def used(self, keys: Keys, step: int) -> None:
         """See `Policy.used`."""
-        self._frequency.used(keys, step)
+        layer = int(keys[0]) // self._num_experts
+        whole = np.arange(layer * self._num_experts, (layer + 1) * self._num_experts)
+        foretold = self._shares(whole, step)
+        foretold /= foretold.sum(1, keepdims=True)
+        surprise = np.log(foretold[:, keys - layer * self._num_experts]).mean(1)
+        self._merit = MERIT_KEPT * self._merit + surprise * len(keys) / self._num_layers
+        self._weight[:, keys] = self._decayed(keys, step) + 1
+        self._step[keys] = step
 
     def scores(self, keys: Keys, layer: int, step: int) -> Scores:
         """See `Policy.scores`."""
         ahead = (keys // self._num_experts - layer - 1) % self._num_layers + 1
-        share = (self._frequency.decayed(keys, step) + 0.02) / self._most
-        out: Scores = (1 / np.minimum(share, 1) - 1) * self._num_layers + ahead
+        trust = np.exp(self._merit - self._merit.max())
+        share = (trust / trust.sum()) @ self._shares(keys, step)
+        out: Scores = (1 / np.clip(share, 1e-9, 1) - 1) * self._num_layers + ahead
+        return out
+
+    def _decayed(self, keys: Keys, step: int) -> Scores:
+        out: Scores = self._weight[:, keys] * np.exp2((self._step[keys] - step) / self._half_lives)
+        return out
+
+    def _shares(self, keys: Keys, step: int) -> Scores:
+        """Give the share of steps that use each expert, by each memory: (memories, keys)."""
+        steps = (1 - 2.0 ** (-(step + 1) / self._half_lives)) / (1 - 2.0 ** (-1 / self._half_lives))
+        out: Scores = (self._decayed(keys, step) + PRIOR) / (steps + PRIOR)
         return out
 
 

@@ -1,8 +1,14 @@
 """Policies on sequences whose best victim is plain to see."""
 
-import numpy as np
+import dataclasses
+from pathlib import Path
 
+import numpy as np
+import pytest
+
+from finback.errors import DamagedFile
 from finback.storage.policies import POLICIES, Distance, Frequency, Recency
+from finback.storage.trace import Trace, load_trace, make_trace, replay
 
 KEYS = np.arange(6)
 
@@ -31,6 +37,65 @@ def test_distance_prefers_what_is_used_often_and_of_those_the_near_layer() -> No
     scores = policy.scores(KEYS, 0, 40)
     assert set(np.argsort(-scores)[:3]) == {1, 3, 5}  # never used
     assert scores[0] > scores[4] > scores[2]  # layer 0 was just computed, layer 1 comes next
+
+
+def zipf_trace(steps: int, drift: int = 0) -> Trace:
+    """Routes by chance, some experts much likelier; which ones changes every `drift` steps."""
+    rng = np.random.default_rng(5)
+    chances = np.log(np.arange(1, 33) ** -1.0)
+    layers, experts = [], []
+    order = [rng.permutation(32) for _ in range(4)]
+    for step in range(steps):
+        if drift and step % drift == 0:
+            order = [rng.permutation(32) for _ in range(4)]
+        for layer in range(4):
+            drawn = np.argsort(-(chances + rng.gumbel(size=32)))[:4]
+            layers.append(layer)
+            experts.append(order[layer][drawn])
+    return make_trace(4, 32, 1000, layers, experts)
+
+
+@pytest.mark.parametrize("drift", [0, 60])
+@pytest.mark.parametrize("slots", [8, 16, 40])
+def test_distance_beats_both_of_what_it_combines(drift: int, slots: int) -> None:
+    hits = replay(zipf_trace(400, drift), slots).hits
+    assert hits["belady"] >= hits["distance"] >= max(hits["recency"], hits["frequency"])
+
+
+def test_belady_knows_the_future() -> None:
+    trace = make_trace(1, 4, 1, [0] * 6, [[0], [1], [2], [0], [1], [3]])
+    assert replay(trace, 1, ("recency",)).hits == {"recency": 0.0, "belady": 1 / 6}
+    assert replay(trace, 2, ("recency",)).hits == {"recency": 0.0, "belady": 2 / 6}
+    assert replay(trace, 4, ("recency",)).hits == {"recency": 2 / 6, "belady": 2 / 6}
+
+
+def test_a_trace_comes_back_as_it_was(tmp_path: Path) -> None:
+    trace = zipf_trace(5)
+    trace.save(tmp_path / "t.npz")
+    again = load_trace(tmp_path / "t.npz")
+    assert again.num_steps == trace.num_steps == 5
+    for name in ("layers", "starts", "experts"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(trace, name))
+    assert list(tmp_path.iterdir()) == [tmp_path / "t.npz"]
+
+
+def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.npz"
+    for content in (b"", b"PK nonsense", b"x" * 100):
+        path.write_bytes(content)
+        with pytest.raises(DamagedFile, match="t.npz"):
+            load_trace(path)
+    good = zipf_trace(3)
+    for name, value in (
+        ("experts", np.full(len(good.experts), 99)),
+        ("starts", good.starts[::-1]),
+        ("layers", good.layers[:-1]),
+    ):
+        dataclasses.replace(good, **{name: value}).save(path)
+        with pytest.raises(DamagedFile, match="contradicts itself"):
+            load_trace(path)
+    with pytest.raises(DamagedFile, match="missing.npz"):
+        load_trace(tmp_path / "missing.npz")
 
 
 def test_all_have_a_name() -> None:
