@@ -29,7 +29,7 @@ def with_known_options(cls: type[T], options: Mapping[str, Any], error: type[Exc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How the engine may use the machine. Only `activations` changes a result."""
+    """How the engine may use the machine. Only `activations` and `spine` change a result."""
 
     max_rows: int = 256  # tokens computed in one pass over the layers
     max_sequences: int = 64  # sequences computed together
@@ -37,6 +37,9 @@ class EngineConfig:
     # Everything this process may hold: `4GiB`, `50%` of the machine, or `auto`.
     memory: str = "auto"
     expert_slots: int | None = None  # experts kept in memory; what the memory allows if None
+    # What every token uses: as `published`, or a form that `finback convert` made (`int8`, `int4`,
+    # or its folder), which is not exact.
+    spine: str = "published"
     stream_spine: bool | None = None  # read what every token uses anew each step; if None as needed
     policy: str = DEFAULT_POLICY  # which expert to give up
     guesses: bool = True  # read experts ahead that may be wanted
@@ -68,6 +71,8 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if not isinstance(self.spine, str) or not self.spine:
+            raise UsageError(f"spine is published, int8, int4 or a folder, not {self.spine!r}")
         if not isinstance(self.memory, str):
             raise UsageError(f"memory is a text such as 4GiB, 50% or auto, not {self.memory!r}")
         if self.memory != "auto":

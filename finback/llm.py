@@ -20,6 +20,7 @@ from finback.engine.sequence import Delta, FinishReason
 from finback.errors import CheckpointError, FinbackError, RequestError, UsageError
 from finback.hub.local import STORYTELLER, find_model
 from finback.kernels.backends import best_backend
+from finback.models.convert import with_spine
 from finback.models.loading import load_model, read_needs
 from finback.planner.memory import plan_memory
 from finback.spans import Profile, Snapshot, Spans
@@ -113,7 +114,7 @@ class LLM:
 
         Args:
             path: A model folder, a name from `finback list`, or None for the storyteller.
-            options: Fields of `EngineConfig`; only `activations` changes a result.
+            options: Fields of `EngineConfig`; only `activations` and `spine` change a result.
 
         Raises:
             CheckpointError: The folder is missing, damaged or of an unsupported kind.
@@ -132,9 +133,12 @@ class LLM:
         self.chat_format: ChatFormat | None = load_chat(self.folder, self.tokenizer)
         ops = best_backend(config.threads, config.activations)
         self.activations = ops.activations
-        self.description = f"{self.folder.name}: {ops.activations} activations, {ops.description}"
+        spine = "" if config.spine == "published" else f", {config.spine} spine"
+        self.description = (
+            f"{self.folder.name}: {ops.activations} activations{spine}, {ops.description}"
+        )
         with self.spans.span("load"):
-            needs = read_needs(checkpoint)
+            needs = read_needs(with_spine(checkpoint, config.spine))
             self.plan = plan_memory(needs, config, ops)
             config = dataclasses.replace(
                 config,

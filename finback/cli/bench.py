@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from finback.cli import output
-from finback.cli.run import MemoryOption
+from finback.cli.run import MemoryOption, SpineOption
 from finback.units import human_bytes
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ def peers(
 def stream(
     model: Annotated[Path, typer.Argument(help="A model folder.", metavar="DIR")],
     memory: MemoryOption = "auto",
+    spine: SpineOption = "published",
     tokens: Annotated[int, typer.Option(help="Tokens a round.", min=1)] = 4,
     rounds: Annotated[int, typer.Option(help="Rounds to take the median of.", min=1)] = 5,
     cold: Annotated[bool, typer.Option("--cold", help="Drop cached pages first.")] = False,
@@ -106,6 +107,7 @@ def stream(
         cold,
         lambda text: output.talk(output.dim(text)),
         memory=memory,
+        spine=spine,
         guesses=guesses,
         max_sequences=1,
         threads=threads,

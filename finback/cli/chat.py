@@ -14,6 +14,7 @@ from finback.cli.run import (
     MinP,
     ModelOption,
     Seed,
+    SpineOption,
     SystemOption,
     Temperature,
     Thinking,
@@ -48,6 +49,7 @@ def chat(
     threads: Threads = None,
     activations: ActivationsOption = DEFAULT_ACTIVATIONS,
     memory: MemoryOption = "auto",
+    spine: SpineOption = "published",
     context: ContextOption = None,
 ) -> None:
     """Talk with a model. /help lists what can be typed besides messages."""
@@ -59,6 +61,7 @@ def chat(
         threads=threads,
         activations=activations,
         memory=memory,
+        spine=spine,
         context=context,
         max_sequences=1,
     ) as llm:

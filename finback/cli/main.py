@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from finback import __version__
-from finback.cli import bench, chat, inspect, list_models, output, replay, run, synth
+from finback.cli import bench, chat, convert, inspect, list_models, output, replay, run, synth
 from finback.errors import FinbackError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command("chat")(chat.chat)
 app.command("inspect")(inspect.inspect)
 app.command("list")(list_models.list_models)
 app.command("synth")(synth.synth)
+app.command("convert")(convert.convert)
 app.command("replay")(replay.replay)
 app.add_typer(bench.app, name="bench")
 

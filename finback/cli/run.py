@@ -55,6 +55,13 @@ MemoryOption = Annotated[
         help="Everything finback may hold: 4GiB, 50% of the machine, or auto for what is free."
     ),
 ]
+SpineOption = Annotated[
+    str,
+    typer.Option(
+        help="What every token uses: published, or a form made by `finback convert` (int8, int4, "
+        "or its folder), which is not exact."
+    ),
+]
 ContextOption = Annotated[
     int | None,
     typer.Option(
@@ -93,6 +100,7 @@ def run(
     threads: Threads = None,
     activations: ActivationsOption = DEFAULT_ACTIVATIONS,
     memory: MemoryOption = "auto",
+    spine: SpineOption = "published",
     context: ContextOption = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Say where the seconds and bytes went.")
@@ -125,6 +133,7 @@ def run(
         threads=threads,
         activations=activations,
         memory=memory,
+        spine=spine,
         context=context,
         max_sequences=1,
     ) as llm:
