@@ -24,7 +24,6 @@ from finback.models.convert import with_spine
 from finback.models.loading import load_model, read_needs
 from finback.planner.memory import plan_memory
 from finback.spans import Profile, Snapshot, Spans
-from finback.storage.probe import measure_ceiling
 from finback.storage.trace import Recorder
 from finback.text.chat import ChatFormat, ChatOptions, load_chat
 from finback.text.parse import ParsedMessage, Piece, collect
@@ -126,7 +125,6 @@ class LLM:
         self._inbox: dict[int, list[Delta]] = {}
         self._is_closed = False
         checkpoint = open_checkpoint(self.folder)
-        self._files = checkpoint.files
         generation = read_json_if_there(self.folder / "generation_config.json")
         self.sampling = read_sampling(generation)
         self.tokenizer = load_tokenizer(self.folder)
@@ -154,13 +152,6 @@ class LLM:
             self.close()
             raise
         logger.info("loaded %s in %.2f s", self.folder, self.spans.seconds["load"])
-
-    def measure_disk(self) -> float | None:
-        """Measure this disk's ceiling on the model's files, in GB/s, for under a second.
-
-        None where the files are too small to measure with.
-        """
-        return measure_ceiling([self.folder / name for name in self._files])
 
     def record_routes(self) -> Recorder:
         """Note from now on which experts are used; the recorder gives the trace."""

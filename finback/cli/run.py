@@ -128,6 +128,8 @@ def run(
         raise UsageError("--system belongs to a conversation; leave out --raw")
     from finback.llm import LLM
 
+    # Before the model takes its memory: the measurement takes some too.
+    ceiling = _disk_ceiling(model) if profile else None
     with LLM(
         model,
         threads=threads,
@@ -147,7 +149,6 @@ def run(
         is_whole = answer.run(show=not as_json, quiet=quiet)
         if trace is not None and recorder is not None:
             recorder.trace().save(trace)
-        ceiling = llm.measure_disk() if profile else None
         if as_json:
             value = report(llm, answer.out, as_chat)
             if profile:
@@ -282,6 +283,17 @@ def report(llm: "LLM", out: Any, as_chat: bool) -> dict[str, Any]:
     if as_chat:
         value["message"] = dataclasses.asdict(out.message)
     return value
+
+
+def _disk_ceiling(model: str | None) -> float | None:
+    """Measure how fast the model's disk can be read, in GB/s; None if its files are too small."""
+    from finback.checkpoint.index import open_checkpoint
+    from finback.hub.local import STORYTELLER, find_model
+    from finback.storage.probe import measure_ceiling
+
+    checkpoint = open_checkpoint(STORYTELLER if model is None else find_model(model))
+    there = [name for name in checkpoint.files if name not in checkpoint.missing_files]
+    return measure_ceiling([checkpoint.folder / name for name in there])
 
 
 def profile_json(llm: "LLM", out: "Completion", ceiling: float | None) -> dict[str, Any]:

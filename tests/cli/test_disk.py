@@ -1,0 +1,89 @@
+"""The commands about disk and memory: profile, trace and replay, convert, memory options."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from finback.kernels.library import instruction_sets
+from tests.conftest import DATA
+
+
+def finback(*args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "finback", *map(str, args)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
+
+
+def test_a_profile_accounts_for_every_second() -> None:
+    done = finback(
+        "run", "--raw", "--json", "--profile", "--max-tokens", 20, "--seed", 1, "The sea"
+    )
+    assert done.returncode == 0, done.stderr
+    profile = json.loads(done.stdout)["profile"]
+    for part in ("prompt", "decode"):
+        p = profile[part]
+        assert p["compute_s"] + p["wait_s"] + p["other_s"] == pytest.approx(p["wall_s"], rel=0.02)
+        assert p["compute_s"] == pytest.approx(sum(p["compute"].values()))
+    assert profile["peak_memory_bytes"] > 0
+    assert sum(profile["plan"].values()) <= profile["budget_bytes"]
+    text = finback("run", "--profile", *options).stderr
+    for word in ("prompt ", "decode ", "disk ", "read ", "experts ", "memory "):
+        assert f"\n{word}" in text
+
+
+def test_routes_are_recorded_and_replayed(tmp_path: Path) -> None:
+    trace = tmp_path / "routes.npz"
+    done = finback("run", "--raw", "-q", "--max-tokens", 30, "--trace", trace, "The sea")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(finback("replay", trace, "--memory", "10%", "--json").stdout)
+    assert report["steps"] == 30
+    (row,) = report["rows"]
+    assert row["hits"]["belady"] >= row["hits"]["distance"] > 0
+    shown = finback("replay", trace)
+    assert "belady" in shown.stdout
+    assert "█" in shown.stdout
+    bad = finback("replay", DATA / "tiny-k3" / "config.json")
+    assert bad.returncode == 3
+    assert "is no trace of finback" in bad.stderr
+    assert finback("replay", trace, "--memory", "nothing").returncode == 2
+
+
+def test_a_converted_spine_is_used_by_name(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DATA / "tiny-k3", model)
+    missing = finback("run", "-m", model, "--raw", "--spine", "int8", "x")
+    assert missing.returncode == 3
+    assert "finback convert" in missing.stderr
+    done = finback("convert", model, "--spine", "int8", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["after_bytes"] > 0
+    used = finback("run", "-m", model, "--raw", "--max-tokens", 3, "--spine", "int8", "x")
+    assert used.returncode == 0, used.stderr
+    assert "int8 spine" in used.stderr
+
+
+@pytest.mark.skipif(not instruction_sets(), reason="needs the native library")
+def test_memory_that_is_no_size_or_too_little() -> None:
+    wrong = finback("run", "--raw", "--memory", "plenty", "x")
+    assert wrong.returncode == 2
+    assert "is no size; write it as 4GiB" in wrong.stderr
+    little = finback("run", "--raw", "--memory", "40MiB", "x")
+    assert little.returncode == 4
+    assert "needs at least" in little.stderr
+
+
+def test_a_longer_context_than_planned_is_refused_with_the_option() -> None:
+    done = finback("run", "--raw", "--context", 8, "a longer text than eight tokens hold, surely")
+    assert done.returncode == 2
+    assert "--context" in done.stderr
+
+
+def test_a_disk_is_measured_only_on_a_model_of_some_size() -> None:
+    done = finback("bench", "stream", DATA / "tiny-k3", "--rounds", 1)
+    assert done.returncode == 2
+    assert "too small to measure a disk with" in done.stderr
