@@ -20,9 +20,8 @@ def finback(*args: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_profile_accounts_for_every_second() -> None:
-    done = finback(
-        "run", "--raw", "--json", "--profile", "--max-tokens", 20, "--seed", 1, "The sea"
-    )
+    options = ("--raw", "--max-tokens", 20, "--seed", 1, "The sea")
+    done = finback("run", "--json", "--profile", *options)
     assert done.returncode == 0, done.stderr
     profile = json.loads(done.stdout)["profile"]
     for part in ("prompt", "decode"):
