@@ -110,8 +110,9 @@ def load_model(
             needs.checkpoint, needs.check, reader, ops, spine, spans, plan.rows_from_disk
         )
         shape = needs.layout.shape
-        policy = POLICIES[config.policy](shape.num_layers, shape.num_experts)
         has_all = plan.num_slots >= needs.num_experts
+        make_policy = POLICIES[config.policy]
+        policy = None if has_all else make_policy(shape.num_layers, shape.num_experts)
         guesses = Guesses(MOST_GUESSES) if config.guesses and not has_all else None
         arena = Arena(needs.slot_bytes, plan.num_slots)
         experts = ExpertCache(

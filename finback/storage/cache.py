@@ -76,7 +76,7 @@ class ExpertCache:
         reader: Reader,
         spans: Spans,
         arena: Arena,
-        policy: Policy,
+        policy: Policy | None,
         num_experts: int,
         guesses: Guesses | None = None,
     ) -> None:
@@ -87,7 +87,7 @@ class ExpertCache:
             reader: Reads what is missing; stays the caller's.
             spans: Counts hits and misses; `wait` is the time in which nothing could be computed.
             arena: Has the slots.
-            policy: Says what to give up.
+            policy: Says what to give up; None where there is a slot for every expert.
             num_experts: Of a layer, to number experts for the policy.
             guesses: Judges what may be read ahead; None for no guesses at all.
         """
@@ -141,7 +141,8 @@ class ExpertCache:
         if self.guesses is not None:
             self.guesses.judge(layer, experts)
             self._drop_guesses(layer, experts)
-        self._policy.used(np.array(experts, np.int64) + layer * self._num_experts, self.step)
+        if self._policy is not None:
+            self._policy.used(np.array(experts, np.int64) + layer * self._num_experts, self.step)
         held: dict[int, _Slot] = {}
         try:
             todo = self._begin_all(layer, self._hold(layer, experts, held), held)
@@ -344,8 +345,11 @@ class ExpertCache:
         candidates = np.flatnonzero(~self._busy & (self._keys >= 0))
         if len(candidates) == 0:
             return self._free.pop() if self._free else None
-        scores = self._policy.scores(self._keys[candidates], layer, self.step)
-        slot = self._by_number(int(candidates[scores.argmax()]))
+        chosen = 0  # any, where slots were given back and nobody kept count
+        if self._policy is not None:
+            scores = self._policy.scores(self._keys[candidates], layer, self.step)
+            chosen = int(scores.argmax())
+        slot = self._by_number(int(candidates[chosen]))
         assert slot is not None
         self._forget(slot)
         self._spans.count("evictions", 1)
