@@ -3,7 +3,7 @@
 import json
 import os
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -83,6 +83,21 @@ def read_header(path: Path) -> dict[str, TensorRef]:
             "download it again"
         )
     return {ref.name: ref for ref in refs}
+
+
+def make_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Give the header of a file that holds tensors (name, dtype, shape) one after the other."""
+    table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for name, dtype, shape in tensors:
+        end = position + prod(shape) * ITEM_BYTES[dtype]
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _parse(path: Path, text: bytes) -> dict[str, object]:

@@ -23,7 +23,7 @@ import numpy as np
 from finback.checkpoint.files import exists, read_json
 from finback.checkpoint.formats import FORMATS, INT4_GROUP, Array, Bytes, Weight, unpack
 from finback.checkpoint.index import Checkpoint
-from finback.checkpoint.safetensors import ITEM_BYTES, TensorRef, read_header
+from finback.checkpoint.safetensors import ITEM_BYTES, TensorRef, make_header, read_header
 from finback.errors import CapacityError, CheckpointError, DamagedFile, UsageError
 from finback.models.base import read_layout
 from finback.models.weights import Stored, check_tensors
@@ -196,15 +196,7 @@ def _entries(group: list[Stored], form: SpineForm) -> Iterator[tuple[str, str, t
 
 
 def _header(group: list[Stored], form: SpineForm, mark: str) -> bytes:
-    table: dict[str, object] = {"__metadata__": {"source": mark}}
-    position = 0
-    for name, dtype, shape in _entries(group, form):
-        end = position + prod(shape) * ITEM_BYTES[dtype]
-        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return make_header(_entries(group, form), {"source": mark})
 
 
 def _file_bytes(group: list[Stored], form: SpineForm) -> int:

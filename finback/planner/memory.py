@@ -6,7 +6,7 @@ Planned before a weight is read, and refused with the least that would work. Wha
 comes before experts: a byte of it is read again for every step, one of an expert only sometimes.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 from finback.config import EngineConfig
@@ -34,125 +34,107 @@ def plan_memory(
     """
     limits = read_limits() if limits is None else limits
     budget = _budget(config, limits)
-    shape = needs.layout.shape
+    shape, slot = needs.layout.shape, needs.slot_bytes
     context = min(config.context or CONTEXT, shape.max_positions)
     per_sequence = shape.state_bytes + context * shape.state_bytes_per_token
     fixed = {"interpreter": limits.resident + MARGIN, "values": 2 * needs.values_bytes}
-    if not ops.keeps_published_bytes:
-        return _for_numpy(needs, config, budget, fixed, context, per_sequence)
-    base = sum(fixed.values())
-    sizes = {group.name: group.num_bytes for group in needs.groups}
-    is_tied = "head" not in sizes
-    groups = [g for g in needs.groups if g.name != "embedding" or is_tied]
-    names = frozenset(group.name for group in groups)
-    least_spine = min(sum(buffer_sizes(groups, names)), sum(sizes.values()))
-    least = base + per_sequence + shape.row_bytes + least_spine + needs.slot_bytes
-    if least > budget:
-        raise CapacityError(
-            f"{needs.checkpoint.folder}: needs at least {_mib(least)}, the budget is "
-            f"{_mib(budget)} ({limits.why(config.memory)}); "
-            f"the least is {human_bytes(base)} for the process and small weights, "
-            f"{human_bytes(per_sequence)} for one sequence of {context} tokens, "
-            f"{human_bytes(least_spine)} for two layers and {human_bytes(needs.slot_bytes)} for "
-            "one expert. Give it more memory, or a smaller --context"
-        )
+    spine = _Spine.of(needs, ops)
+    minimum = fixed | {
+        f"one sequence of {context} tokens": per_sequence,
+        "one row": shape.row_bytes,
+        spine.least_is: spine.least,
+        "one expert": slot,
+    }
+    spare = budget - sum(minimum.values())
+    if spare < 0:
+        raise CapacityError(_refusal(needs, minimum, budget, limits.why(config.memory)))
     wanted = min(needs.num_experts, config.expert_slots or shape.top_k + SPARE_SLOTS)
-    spare = budget - least
-    max_sequences = 1 + min(
+    sequences = 1 + min(
         config.max_sequences - 1, int(spare * MOST_OF_STATES) // max(1, per_sequence)
     )
-    max_rows = 1 + min(config.max_rows - 1, int(spare * MOST_OF_ROWS) // shape.row_bytes)
-    states, rows = max_sequences * per_sequence, max_rows * shape.row_bytes
-    left = budget - base - states - rows
-    whole = sum(sizes.values())
-    is_whole = whole + wanted * needs.slot_bytes <= left and not config.stream_spine
-    if is_whole:
-        streamed: frozenset[str] = frozenset()
-        spine = whole
-    else:
-        room = left - min(wanted * needs.slot_bytes, left - least_spine)
-        resident = [] if config.stream_spine else _as_many_as_fit(groups, room)
-        streamed = names - frozenset(resident)
-        spine = sum(sizes[name] for name in resident) + sum(buffer_sizes(groups, streamed))
-    slots = max(1, (left - spine) // needs.slot_bytes) if needs.slot_bytes else 0
+    rows = 1 + min(config.max_rows - 1, int(spare * MOST_OF_ROWS) // shape.row_bytes)
+    parts = fixed | {"states": sequences * per_sequence, "rows": rows * shape.row_bytes}
+    left = budget - sum(parts.values())
+    streamed = spine.streamed(left - wanted * slot, config.stream_spine)
+    parts["spine"] = spine.bytes_with(streamed)
+    slots = (left - parts["spine"]) // slot if slot else 0
     slots = min(slots, needs.num_experts, config.expert_slots or needs.num_experts)
-    parts = fixed | {
-        "states": states,
-        "rows": rows,
-        "spine": spine,
-        "experts": slots * needs.slot_bytes,
-    }
+    parts["experts"] = slots * slot
     return MemoryPlan(
         budget=budget,
         parts=parts,
         num_slots=slots,
         streamed=streamed,
-        rows_from_disk=not is_whole,
-        max_rows=max_rows,
-        max_sequences=max_sequences,
+        rows_from_disk=bool(streamed),
+        max_rows=rows,
+        max_sequences=sequences,
         context=context,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Spine:
+    """What every token uses: how little of it there can be in memory, and what stays."""
+
+    groups: list[Group]  # that may be read again for every step
+    whole: int  # bytes with everything in memory
+    can_stream: bool
+
+    @classmethod
+    def of(cls, needs: Needs, ops: Ops) -> "_Spine":
+        if not ops.keeps_published_bytes:  # all of it as float32, or nothing
+            matrices = (s for s in needs.check.stored if s.spec.expert is None and s.spec.is_matrix)
+            return cls([], sum(4 * prod(stored.spec.shape) for stored in matrices), False)
+        is_tied = all(group.name != "head" for group in needs.groups)
+        # Rows of an embedding that is no head are looked up in the file.
+        groups = [g for g in needs.groups if g.name != "embedding" or is_tied]
+        return cls(groups, sum(group.num_bytes for group in needs.groups), True)
+
+    @property
+    def least(self) -> int:
+        """Give the fewest bytes that work."""
+        return min(self.bytes_with(self._names), self.whole) if self.can_stream else self.whole
+
+    @property
+    def least_is(self) -> str:
+        """Say what those are."""
+        return "two layers" if self.can_stream else "all layers as float32, without a C compiler"
+
+    def streamed(self, room: int, wanted: bool | None) -> frozenset[str]:
+        """Choose what is read again for every step, so that the rest fits into `room`."""
+        if not self.can_stream or (self.whole <= room and not wanted):
+            return frozenset()
+        chosen = set(self._names)
+        for group in self.groups if not wanted else ():
+            without = frozenset(chosen - {group.name})
+            if self.bytes_with(without) <= room:
+                chosen.discard(group.name)
+        return frozenset(chosen)
+
+    def bytes_with(self, streamed: frozenset[str]) -> int:
+        """Count the bytes in memory when some groups are read again for every step."""
+        if not streamed:
+            return self.whole
+        kept = sum(group.num_bytes for group in self.groups if group.name not in streamed)
+        return kept + sum(buffer_sizes(self.groups, streamed))
+
+    @property
+    def _names(self) -> frozenset[str]:
+        return frozenset(group.name for group in self.groups)
 
 
 def _budget(config: EngineConfig, limits: Limits) -> int:
     """Take the smallest of what was asked for, what the group may have, and what is free."""
-    most = limits.usable
     if config.memory == "auto":
-        return most
-    return min(most, parse_bytes(config.memory, limits.total))
+        return limits.usable
+    return min(limits.usable, parse_bytes(config.memory, limits.total))
 
 
-def _as_many_as_fit(groups: Sequence[Group], room: int) -> list[str]:
-    """Choose groups that stay in memory beside the buffers for the others."""
-    chosen: list[str] = []
-    size = 0
-    for group in groups:
-        others = frozenset(g.name for g in groups) - {*chosen, group.name}
-        if size + group.num_bytes + sum(buffer_sizes(groups, others)) <= room:
-            chosen.append(group.name)
-            size += group.num_bytes
-    return chosen
-
-
-def _for_numpy(
-    needs: Needs,
-    config: EngineConfig,
-    budget: int,
-    fixed: dict[str, int],
-    context: int,
-    per_sequence: int,
-) -> MemoryPlan:
-    """Plan for the backend that keeps matrices as float32: all of them, or not at all."""
-    shape = needs.layout.shape
-    spine = sum(
-        4 * prod(stored.spec.shape)
-        for stored in needs.check.stored
-        if stored.spec.expert is None and stored.spec.is_matrix
-    )
-    base = sum(fixed.values()) + per_sequence + shape.row_bytes + spine
-    if base + needs.slot_bytes > budget:
-        raise CapacityError(
-            f"{needs.checkpoint.folder}: without the native library what every token uses takes "
-            f"{human_bytes(spine)} as float32, {human_bytes(budget)} of memory may be used; "
-            "reinstall finback where there is a C compiler"
-        )
-    slots = (budget - base) // needs.slot_bytes if needs.slot_bytes else 0
-    slots = min(slots, needs.num_experts, config.expert_slots or needs.num_experts)
-    parts = fixed | {
-        "states": per_sequence,
-        "rows": shape.row_bytes,
-        "spine": spine,
-        "experts": slots * needs.slot_bytes,
-    }
-    return MemoryPlan(
-        budget=budget,
-        parts=parts,
-        num_slots=slots,
-        streamed=frozenset(),
-        rows_from_disk=False,
-        max_rows=config.max_rows,
-        max_sequences=config.max_sequences,
-        context=context,
+def _refusal(needs: Needs, minimum: dict[str, int], budget: int, why: str) -> str:
+    parts = ", ".join(f"{human_bytes(size)} for {name}" for name, size in minimum.items())
+    return (
+        f"{needs.checkpoint.folder}: needs at least {_mib(sum(minimum.values()))}, the budget is "
+        f"{_mib(budget)} ({why}); the least is {parts}. Give it more memory, or a smaller --context"
     )
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from finback.checkpoint.files import exists, read_json
 from finback.checkpoint.formats import FORMATS, PLAIN_FORMATS, Bytes
 from finback.checkpoint.index import INDEX
-from finback.checkpoint.safetensors import ITEM_BYTES
+from finback.checkpoint.safetensors import ITEM_BYTES, make_header
 from finback.errors import CapacityError, UsageError
 from finback.models.base import read_layout_of
 from finback.models.weights import TensorSpec
@@ -222,18 +222,7 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def _header(group: list[_Tensor]) -> bytes:
-    entries, position = {}, 0
-    for tensor in group:
-        end = position + tensor.num_bytes
-        entries[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return make_header((tensor.name, tensor.dtype, tensor.shape) for tensor in group)
 
 
 def _file_bytes(group: list[_Tensor]) -> int:

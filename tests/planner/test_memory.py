@@ -84,7 +84,7 @@ def test_the_smallest_limit_counts() -> None:
 
 
 def test_numpy_keeps_everything_or_refuses(needs: Needs) -> None:
-    with pytest.raises(CapacityError, match="without the native library"):
+    with pytest.raises(CapacityError, match="all layers as float32, without a C compiler"):
         plan_memory(needs, EngineConfig(memory="60MiB"), Reference(), LIMITS)
 
 
