@@ -42,6 +42,7 @@ class EngineConfig:
     spine: str = "published"
     stream_spine: bool | None = None  # read what every token uses anew each step; if None as needed
     policy: str = DEFAULT_POLICY  # which expert to give up
+    heat: str | None = None  # a file that keeps across runs which experts are used much
     guesses: bool = True  # read experts ahead that may be wanted
     read_threads: int = 4  # for each disk
     direct_reads: bool = True  # past the page cache, where that is possible
@@ -73,6 +74,8 @@ class EngineConfig:
                 raise UsageError(f"{name} must be a whole number of at least 1, not {value!r}")
         if not isinstance(self.spine, str) or not self.spine:
             raise UsageError(f"spine is published, int8, int4 or a folder, not {self.spine!r}")
+        if self.heat is not None and (not isinstance(self.heat, str) or not self.heat):
+            raise UsageError(f"heat is the path of a file, not {self.heat!r}")
         if not isinstance(self.memory, str):
             raise UsageError(f"memory is a text such as 4GiB, 50% or auto, not {self.memory!r}")
         if self.memory != "auto":

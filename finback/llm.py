@@ -123,7 +123,7 @@ class LLM:
         self.folder = STORYTELLER if path is None else find_model(path)
         self.spans = Spans()
         self._inbox: dict[int, list[Delta]] = {}
-        self._is_closed = False
+        self._is_closed, self._heat = False, config.heat
         checkpoint = open_checkpoint(self.folder)
         generation = read_json_if_there(self.folder / "generation_config.json")
         self.sampling = read_sampling(generation)
@@ -242,6 +242,11 @@ class LLM:
     def close(self) -> None:
         """Close the model's files; it cannot be used any more."""
         self._is_closed = True
+        if self._heat is not None:
+            try:
+                self._loaded.experts.save_heat(Path(self._heat))
+            except OSError as error:
+                logger.warning("%s: the heat could not be kept (%s)", self._heat, error.strerror)
         self._loaded.reader.close()
 
     def __enter__(self) -> Self:

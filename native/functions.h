@@ -4,7 +4,7 @@
 
 #include "simd.h"
 
-/* e^x, within 2 units in the last place; 0 far below, the largest finite value far above.
+/* e^x, within 2 units in the last place; 0 far below, very large far above; no number stays none.
  * Source: Cephes expf (Moshier): x = n ln 2 + r, a polynomial of degree 6 in r. */
 INLINE vf vf_exp(vf x) {
   vf low = vf_set(-87.33f);
@@ -19,7 +19,7 @@ INLINE vf vf_exp(vf x) {
   p = vf_fma(p, r, vf_set(1.6666665459e-1f));
   p = vf_fma(p, r, vf_set(5.0000001201e-1f));
   p = vf_fma(p, r * r, r) + vf_set(1);
-  return vf_less(x, low, vf_zero(), p * vf_exp2(n));
+  return vf_less(x, vf_set(__builtin_inff()), vf_less(x, low, vf_zero(), p * vf_exp2(n)), x);
 }
 
 /* 1 / (1 + e^-x) */

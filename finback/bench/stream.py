@@ -146,6 +146,8 @@ class _ExpertReads:
         self._reader = Reader(Spans())
         self._layouts = read_needs(open_checkpoint(folder)).layouts
         keys = self._layouts.keys
+        if not keys:
+            raise UsageError(f"{folder}: has no experts to read")
         self._keys = random.sample(keys, min(len(keys), 8 * AT_ONCE))
         sizes = [place(self._layouts(*key).extents)[1] for key in self._keys]
         self._slot = max(sizes)

@@ -25,6 +25,7 @@ _PAIRS = np.stack([np.tile(_NIBBLE, 16), np.repeat(_NIBBLE, 16)], axis=1)  # (25
 _PAIR_ITEMS = _PAIRS.view(np.uint64).reshape(256)
 _SCALES = np.ldexp(np.float32(1), np.arange(255) - 127).astype(np.float32)
 _SCALES = np.append(_SCALES, np.float32(np.nan))
+BAD_SCALE = "holds a scale that stands for no number"
 MXFP4_BAD_SCALE = 255  # NaN in E8M0; no published weight has it
 
 
@@ -64,8 +65,15 @@ class Format:
 
 
 def has_bad_scale(weight: Weight) -> bool:
-    """Tell whether a scale byte stands for no number, which no published weight has."""
-    return weight.format == "mxfp4" and bool((weight.parts[1] == MXFP4_BAD_SCALE).any())
+    """Tell whether a scale stands for no number, which no published weight has."""
+    if weight.format == "mxfp4":
+        return bool((weight.parts[1] == MXFP4_BAD_SCALE).any())
+    if weight.format in ("int8", "fp8"):
+        return not np.isfinite(weight.parts[1].view(np.float32)).all()
+    if weight.format == "int4":  # bfloat16: infinities and NaN have every bit of the exponent
+        bits = weight.parts[1].view(np.uint16)
+        return bool(((bits & 0x7F80) == 0x7F80).any())
+    return False
 
 
 def unpack(weight: Weight) -> Array:

@@ -106,6 +106,10 @@ def run(
     profile: Annotated[
         bool, typer.Option("--profile", help="Say where the seconds and bytes went.")
     ] = False,
+    heat: Annotated[
+        Path | None,
+        typer.Option(help="Keep across runs, in this file, which experts are used much."),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="Record which experts were used, for `finback replay`."),
@@ -125,6 +129,9 @@ def run(
     """
     text = _prompt(prompt or [])
     sampling = sampling_of(locals())
+    for option, path in (("--trace", trace), ("--heat", heat)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise UsageError(f"{option} {path}: is no file that can be written; choose another")
     if chat is False and system is not None:
         raise UsageError("--system belongs to a conversation; leave out --raw")
     from finback.llm import LLM
@@ -137,6 +144,7 @@ def run(
         activations=activations,
         memory=memory,
         spine=spine,
+        heat=None if heat is None else str(heat),
         context=context,
         max_sequences=1,
     ) as llm:

@@ -1,7 +1,9 @@
 """Who computes how many tokens in the next step.
 
 There are no phases: every sequence has tokens to catch up, one after an answer's last token, many
-after a prompt. Those further along go first, so that answers flow while a long prompt is read.
+after a prompt. Those further along go first, so that answers flow while a long prompt is read; one
+that has begun stays among the first until it ends, so that no more than `max_sequences` ever hold
+a state that was touched.
 """
 
 from dataclasses import dataclass
@@ -46,7 +48,9 @@ class Scheduler:
 
     def next_batch(self) -> Batch | None:
         """Fill a batch, or say that there is nothing to do."""
-        waiting = sorted(self._live.values(), key=lambda s: (s.behind > 1, s.number))
+        waiting = sorted(
+            self._live.values(), key=lambda s: (s.state.position == 0, s.behind > 1, s.number)
+        )
         ids: list[int] = []
         runs: list[Run] = []
         wanted: list[int] = []

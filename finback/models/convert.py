@@ -33,6 +33,7 @@ SpineForm = Literal["int8", "int4"]
 MANIFEST = "finback-spine.json"
 FORMAT = 1
 ROLES = frozenset({"attention", "dense", "shared expert", "latent", "head"})
+SAMPLES, SAMPLE_BYTES = 4, 512  # of each matrix, to know the weights again
 CHUNK_VALUES = 1 << 23  # of a matrix in memory at once
 CONVERTED_FROM = frozenset({"bf16", "f16", "f32"})
 
@@ -136,6 +137,11 @@ def with_spine(checkpoint: Checkpoint, spine: str) -> Checkpoint:
         if "/" in str(name) or not exists(path) or path.stat().st_size != size:
             raise DamagedFile(f"{path}: is missing or cut; convert the spine again")
         refs.update(read_header(path))
+    form = manifest.get("spine")
+    groups = _groups(checkpoint, form).values() if form in get_args(SpineForm) else ()  # type: ignore[arg-type]
+    expected = {name for group in groups for name, _, _ in _entries(group, form)}  # type: ignore[arg-type]
+    if not expected or set(refs) != expected:
+        raise DamagedFile(f"{folder}: does not hold this model's spine; convert it again")
     return _Overlaid(checkpoint, refs)
 
 
@@ -155,13 +161,19 @@ def _sources(refs: Mapping[str, TensorRef]) -> set[str]:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Give a mark of a checkpoint: its config, and where each tensor lies in files of what size."""
+    """Give a mark of a checkpoint: config, names, shapes, and samples of every large matrix."""
     digest = hashlib.sha256(json.dumps(dict(checkpoint.config), sort_keys=True).encode())
-    for file in sorted(checkpoint.files):
-        digest.update(f"{file} {(checkpoint.folder / file).stat().st_size}\n".encode())
     for name in sorted(checkpoint.tensors):
         ref = checkpoint.tensors[name]
         digest.update(f"{name} {ref.path.name} {ref.offset} {ref.dtype} {ref.shape}\n".encode())
+    check = check_tensors(checkpoint, read_layout(checkpoint).tensors())
+    names = [n for s in check.stored if s.spec.expert is None and s.spec.is_matrix for n in s.names]
+    for name in sorted(names):
+        ref = checkpoint.tensors[name]
+        with ref.path.open("rb") as file:
+            for part in range(SAMPLES):
+                file.seek(ref.offset + max(0, ref.num_bytes - SAMPLE_BYTES) * part // (SAMPLES - 1))
+                digest.update(file.read(min(SAMPLE_BYTES, ref.num_bytes)))
     return digest.hexdigest()
 
 
@@ -252,7 +264,7 @@ def _int8(values: Array) -> tuple[Bytes, Bytes]:
     """Round rows to whole numbers up to 127 under their largest size."""
     scale = np.abs(values).max(1) / np.float32(127)
     safe = np.where(scale > 0, scale, np.float32(1))
-    codes = np.rint(values / safe[:, None]).astype(np.int8)
+    codes = np.clip(np.rint(values / safe[:, None]), -127, 127).astype(np.int8)
     return codes.reshape(-1).view(np.uint8), scale.astype(np.float32).view(np.uint8)
 
 

@@ -1,10 +1,13 @@
 """From a checkpoint to a model that can run, with the memory it was given."""
 
+import logging
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 from finback.checkpoint.index import Checkpoint
 from finback.config import EngineConfig
+from finback.errors import DamagedFile
 from finback.kernels.ops import Ops
 from finback.models.base import Layout, Model, read_layout
 from finback.models.weights import (
@@ -17,11 +20,12 @@ from finback.models.weights import (
 from finback.spans import Spans
 from finback.storage.arena import Arena
 from finback.storage.cache import ExpertCache
-from finback.storage.policies import POLICIES
+from finback.storage.policies import POLICIES, Distance
 from finback.storage.prefetch import Guesses
 from finback.storage.reader import Reader, place
 from finback.storage.spine import Group, Spine
 
+logger = logging.getLogger(__name__)
 MOST_GUESSES = 3  # experts of a layer: what can be read while the next layer's attention computes
 
 
@@ -114,6 +118,8 @@ def load_model(
         make_policy = POLICIES[config.policy]
         policy = None if has_all else make_policy(shape.num_layers, shape.num_experts)
         guesses = Guesses(MOST_GUESSES) if config.guesses and not has_all else None
+        if config.heat is not None and isinstance(policy, Distance):
+            _restore_heat(policy, Path(config.heat))
         arena = Arena(needs.slot_bytes, plan.num_slots)
         experts = ExpertCache(
             needs.layouts, reader, spans, arena, policy, shape.num_experts, guesses
@@ -125,3 +131,13 @@ def load_model(
     except BaseException:
         reader.close()
         raise
+
+
+def _restore_heat(policy: Distance, path: Path) -> None:
+    """Begin with the heat of earlier runs; what cannot be used is said and left alone."""
+    if not path.exists():
+        return
+    try:
+        policy.restore(path)
+    except DamagedFile as error:
+        logger.warning("%s; starting without it", error)

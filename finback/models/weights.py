@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 
 from finback.checkpoint.formats import (
+    BAD_SCALE,
     FORMATS,
-    MXFP4_BAD_SCALE,
     PLAIN_FORMATS,
     Array,
     Bytes,
@@ -159,6 +159,8 @@ def _is_stored_as(
 ) -> bool:
     fmt = FORMATS[name]
     parts = [spec.name + suffix for suffix in fmt.suffixes]
+    if spec.role == "embedding" and name == "fp8":
+        return False  # rows are looked up alone, and share their scales there
     if not all(part in names for part in parts) or (
         name in PACKED_FORMATS and len(spec.shape) != 2
     ):
@@ -333,6 +335,5 @@ class Weights:
     def _refuse_bad_scales(self, name: str, weight: Weight) -> None:
         if has_bad_scale(weight):
             raise DamagedFile(
-                f"{self._refs[name].path}: {name} holds the byte "
-                f"{MXFP4_BAD_SCALE}, which stands for no number; download the file again"
+                f"{self._refs[name].path}: {name} {BAD_SCALE}; download the file again"
             )

@@ -77,8 +77,10 @@ def cut_down(
         changes: Other keys of the text model's section, set last.
 
     Raises:
+        CheckpointError: No family runs the config, or a value of it is impossible.
         UsageError: The vocabulary would be too small for a tokenizer.
     """
+    read_layout_of(config, "config.json: ")  # so that what is cut down is known to be sound
     out = copy.deepcopy(dict(config))
     text = out.get("text_config", out)
     if layers is not None:
@@ -186,6 +188,7 @@ def _parts(spec: TensorSpec, config: Mapping[str, Any]) -> Iterator[_Tensor]:
     """Give the tensors that hold a spec: packed for the experts of a quantised checkpoint."""
     text = config.get("text_config", config)
     quantised = text.get("quantization_config") or config.get("quantization_config") or {}
+    quantised = quantised if isinstance(quantised, dict) else {}
     fmt = PLAIN_FORMATS[spec.dtype]
     if spec.expert is not None and "mxfp4" in str(quantised.get("format")):
         fmt = "mxfp4"

@@ -10,15 +10,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
-from finback.checkpoint.formats import MXFP4_BAD_SCALE, Weight, has_bad_scale
+from finback.checkpoint.formats import BAD_SCALE, Weight, has_bad_scale
 from finback.errors import DamagedFile, FinbackError
 from finback.spans import Spans
 from finback.storage.arena import Arena, release
 from finback.storage.memory import pressure
-from finback.storage.policies import Policy
+from finback.storage.policies import Distance, Policy
 from finback.storage.prefetch import Guesses
 from finback.storage.reader import Extent, Priority, Reader, Ticket, place
 from finback.units import human_bytes
@@ -100,9 +101,15 @@ class ExpertCache:
         self._keys = np.full(arena.count, -1, np.int64)  # of each slot, for the policy
         self._busy = np.zeros(arena.count, bool)  # pinned or being filled
         self._last_look = 0.0
+        self._held: dict[int, _Slot] = {}  # of the lease that is open
         self._guessed: list[_Slot] = []  # slots that may still be filled on a guess
         self.step, self._last_layer = 0, -1
         self.on_lease: Callable[[int, Sequence[int]], None] | None = None  # a trace
+
+    def save_heat(self, path: Path) -> None:
+        """Keep across runs which experts are used much, where the policy has learnt it."""
+        if isinstance(self._policy, Distance):
+            self._policy.save(path)
 
     @property
     def slot_bytes(self) -> int:
@@ -143,13 +150,13 @@ class ExpertCache:
             self._drop_guesses(layer, experts)
         if self._policy is not None:
             self._policy.used(np.array(experts, np.int64) + layer * self._num_experts, self.step)
-        held: dict[int, _Slot] = {}
+        self._let_go()  # of what an interrupted lease has left
+        held = self._held
         try:
             todo = self._begin_all(layer, self._hold(layer, experts, held), held)
             yield self._batches(layer, todo, held)
         finally:
-            for slot in held.values():
-                self._unpin(slot)
+            self._let_go()
 
     def guess(self, layer: int, experts: Iterable[int]) -> None:
         """Begin to read experts that may be wanted soon, into slots that nothing needs now."""
@@ -310,8 +317,7 @@ class ExpertCache:
                     layer, expert = slot.key
                     raise DamagedFile(
                         f"{self._layout(*slot.key).extents[0].path}: expert {expert} of layer "
-                        f"{layer}, {name}.weight_scale holds the byte {MXFP4_BAD_SCALE}, "
-                        "which stands for no number; download the file again"
+                        f"{layer}, {name}.weight_scale {BAD_SCALE}; download the file again"
                     )
         except FinbackError:
             self._forget(slot)
@@ -375,6 +381,8 @@ class ExpertCache:
 
     def _wait_for_a_guess(self) -> None:
         tickets = [slot.ticket for slot in self._slots if slot.ticket is not None]
+        if not tickets:
+            raise FinbackError("no slot for an expert is free; load the model again")
         with self._spans.span("wait"):
             self._reader.wait_any(tickets)
 
@@ -383,18 +391,20 @@ class ExpertCache:
         self._busy[slot.number] = True
         held[expert] = slot
 
+    def _let_go(self) -> None:
+        """Unpin all that the open lease holds; nothing here waits, so Ctrl-C finds no gap."""
+        while self._held:
+            self._unpin(self._held.popitem()[1])
+
     def _unpin(self, slot: _Slot) -> None:
-        """Let go of a slot; one whose bytes still come is waited for, whatever they are."""
+        """Let go of a slot; one whose bytes still come is free when they have come."""
         slot.pins -= 1
         if slot.pins:
             return
         if slot.ticket is not None:
-            ticket = slot.ticket
-            self._reader.cancel(ticket)
-            while not ticket.is_done:
-                self._reader.wait_any([ticket])
-            slot.ticket = None
-            self._forget(slot)
+            self._reader.cancel(slot.ticket)
+            if slot.key is not None:
+                self._vacate(slot)
         elif slot.key is None:
             self._set_free(slot)
         else:

@@ -38,7 +38,7 @@ def read_limits() -> Limits:
     resident = resident_bytes()
     total, available = _of_machine()
     reserve = max(LEAST_RESERVE, int(total * RESERVE_SHARE))
-    group = min(_group_limits(), default=None)
+    group = min(_group_limits(resident), default=None)
     if group is not None and group >= total:
         group = None  # no limit at all, written as a large one
     return Limits(
@@ -93,7 +93,7 @@ def _of_machine() -> tuple[int, int]:
         return total, total * 3 // 4  # no Linux: leave a quarter to the others
 
 
-def _group_limits() -> Iterator[int]:
+def _group_limits(resident: int) -> Iterator[int]:
     """Give the memory limits of the groups this process is in and of those around them."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -113,6 +113,16 @@ def _group_limits() -> Iterator[int]:
                 if not place.is_relative_to(folder):
                     break
                 try:
-                    yield int((place / name).read_text())
+                    yield int((place / name).read_text()) - _held_by_others(place, resident)
                 except (OSError, ValueError):
                     continue  # "max", or not a group of its own
+
+
+def _held_by_others(group: Path, resident: int) -> int:
+    """Count what other processes of a group hold for themselves; cached files can be dropped."""
+    held = 0
+    for line in (group / "memory.stat").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("anon", "total_rss"):
+            held = int(value)
+    return max(0, held - resident)

@@ -5,10 +5,14 @@ per expert in arrays, so that one choice among thousands of slots is one array o
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from finback.errors import DamagedFile
+from finback.storage.arrays import read_arrays
 
 Keys = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float64]
@@ -16,6 +20,7 @@ Scores = npt.NDArray[np.float64]
 HALF_LIFE = 24.0  # steps after which a use counts half
 HALF_LIVES = (5.0, 20.0, 80.0, 400.0)  # of the memories that are mixed
 MERIT_KEPT = 0.98  # of what is known about a memory, at each lease
+HEAT_FORMAT = 1
 PRIOR = 0.05  # uses that an expert is credited with before any
 
 
@@ -88,9 +93,11 @@ class Distance:
         self._weight = np.zeros((len(HALF_LIVES), num_layers * num_experts))
         self._step = np.zeros(num_layers * num_experts)
         self._merit = np.zeros(len(HALF_LIVES))  # log likelihoods, old ones forgotten
+        self._last, self._before = 0, 0  # the last step, and those of earlier runs
 
     def used(self, keys: Keys, step: int) -> None:
         """See `Policy.used`."""
+        self._last = step
         layer = int(keys[0]) // self._num_experts
         whole = np.arange(layer * self._num_experts, (layer + 1) * self._num_experts)
         foretold = self._shares(whole, step)
@@ -108,13 +115,49 @@ class Distance:
         out: Scores = (1 / np.clip(share, 1e-9, 1) - 1) * self._num_layers + ahead
         return out
 
+    def save(self, path: Path) -> None:
+        """Keep what was learnt for a later run: whole or not at all."""
+        part = path.with_name(path.name + ".part")
+        head = np.array([HEAT_FORMAT, self._num_layers, self._num_experts])
+        with part.open("wb") as file:
+            np.savez_compressed(
+                file,
+                head=head,
+                weight=self._weight.astype(np.float32),
+                age=(self._last - self._step).astype(np.float32),
+                merit=self._merit,
+                steps=np.array([self._before + self._last + 1]),
+            )
+        part.replace(path)
+
+    def restore(self, path: Path) -> None:
+        """Begin with what an earlier run has learnt of the same model.
+
+        Raises:
+            DamagedFile: It is no heat file, or one of a model of another shape.
+        """
+        arrays = read_arrays(path, ("head", "weight", "age", "merit", "steps"))
+        head, weight, age, merit, steps = arrays.values()
+        if head.tolist() != [HEAT_FORMAT, self._num_layers, self._num_experts]:
+            raise DamagedFile(f"{path}: holds the heat of another model, or of another version")
+        shapes = (self._weight.shape, self._step.shape, self._merit.shape, (1,))
+        found = (weight, age, merit, steps)
+        if any(a.shape != s for a, s in zip(found, shapes, strict=True)) or not all(
+            np.isfinite(a).all() for a in found
+        ):
+            raise DamagedFile(f"{path}: the heat contradicts itself")
+        self._weight, self._step = weight.astype(float), -age.astype(float)
+        self._merit = merit.astype(float)
+        self._before = int(np.clip(steps[0], 0, 1 << 40))
+
     def _decayed(self, keys: Keys, step: int) -> Scores:
         out: Scores = self._weight[:, keys] * np.exp2((self._step[keys] - step) / self._half_lives)
         return out
 
     def _shares(self, keys: Keys, step: int) -> Scores:
         """Give the share of steps that use each expert, by each memory: (memories, keys)."""
-        steps = (1 - 2.0 ** (-(step + 1) / self._half_lives)) / (1 - 2.0 ** (-1 / self._half_lives))
+        count = self._before + step + 1
+        steps = (1 - 2.0 ** (-count / self._half_lives)) / (1 - 2.0 ** (-1 / self._half_lives))
         out: Scores = (self._decayed(keys, step) + PRIOR) / (steps + PRIOR)
         return out
 

@@ -41,7 +41,8 @@ def measure_ceiling(
     places = _places(paths, piece)
     if len(places) < threads:
         return None
-    memory = reserve(MEMORY_BYTES) if memory is None else memory
+    if memory is None or len(memory) < piece * threads:
+        memory = reserve(MEMORY_BYTES)
     memory[::BLOCK] = 0  # taken before the clock runs
     slots = itertools.cycle(range(len(memory) // piece))
     lock, done, stop = Lock(), [0], 0.0

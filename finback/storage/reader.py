@@ -162,7 +162,7 @@ class Reader:
     def cancel(self, ticket: Ticket) -> None:
         """Give up the pieces that have not begun; `wait` before the memory is used again."""
         with self._lock:
-            ticket.is_cancelled = True
+            ticket.is_cancelled = True  # what it has read must not be used
             for piece in ticket.pieces:
                 if not piece.is_taken:
                     piece.is_taken = True
@@ -185,6 +185,7 @@ class Reader:
 
     def wait_any(self, tickets: Sequence[Ticket]) -> None:
         """Wait until at least one is done, well or badly."""
+        assert tickets
         with self._lock:
             while not any(ticket.is_done for ticket in tickets):
                 self._done.wait()

@@ -140,7 +140,7 @@ class Spine:
         if held is None or held.buffer is None:  # a backend with its own forms, or always there
             yield
             return
-        if self._in_buffer[held.buffer] != name:
+        if self._in_buffer[held.buffer] != name or held.ticket is None or held.ticket.is_cancelled:
             self._begin(name)
         assert held.ticket is not None
         self._reader.promote(held.ticket)

@@ -5,7 +5,6 @@ is kept as one compressed array file (`.npz`), without pickled objects.
 """
 
 import heapq
-import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from finback.errors import DamagedFile
+from finback.storage.arrays import read_arrays
 from finback.storage.policies import POLICIES, Policy
 
 FORMAT = 1
-UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, MemoryError, zipfile.BadZipFile)
-MAX_WANTS = 1 << 28
+MAX_WANTS, MAX_KEYS = 1 << 28, 1 << 26
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,29 +57,36 @@ def load_trace(path: Path) -> Trace:
     Raises:
         DamagedFile: It is missing, cut, of another format, or contradicts itself.
     """
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            head, layers, starts, experts = (
-                arrays[name].astype(np.int64) for name in ("head", "layers", "starts", "experts")
-            )
-    except UNREADABLE as error:
-        raise DamagedFile(f"{path}: is no trace of finback ({error})") from error
+    arrays = read_arrays(path, ("head", "layers", "starts", "experts"))
+    if any(array.dtype.kind not in "iu" for array in arrays.values()):
+        raise DamagedFile(f"{path}: the trace contradicts itself")
+    head, layers, starts, experts = (array.astype(np.int64) for array in arrays.values())
     if head.shape != (4,) or head[0] != FORMAT or head[1:].min() < 1:
         raise DamagedFile(f"{path}: is a trace of another version")
     num_layers, num_experts, expert_bytes = (int(n) for n in head[1:])
-    is_sound = (
-        layers.ndim == starts.ndim == experts.ndim == 1
-        and len(starts) == len(layers) + 1
-        and len(experts) <= MAX_WANTS
-        and starts[0] == 0
-        and starts[-1] == len(experts)
-        and (np.diff(starts) > 0).all()
-        and (len(layers) == 0 or (layers.min() >= 0 and layers.max() < num_layers))
-        and (len(experts) == 0 or (experts.min() >= 0 and experts.max() < num_experts))
-    )
-    if not is_sound:
+    if num_layers * num_experts > MAX_KEYS or not _is_sound(
+        num_layers, num_experts, layers, starts, experts
+    ):
         raise DamagedFile(f"{path}: the trace contradicts itself")
     return Trace(num_layers, num_experts, expert_bytes, layers, starts, experts)
+
+
+def _is_sound(num_layers: int, num_experts: int, layers: Ints, starts: Ints, experts: Ints) -> bool:
+    """Tell whether every lease names a layer and experts there are, none of them twice."""
+    if not (layers.ndim == starts.ndim == experts.ndim == 1 and len(starts) == len(layers) + 1):
+        return False
+    if starts[0] != 0 or starts[-1] != len(experts) or len(experts) > MAX_WANTS:
+        return False
+    if starts.min() < 0 or starts.max() > len(experts) or (np.diff(starts) <= 0).any():
+        return False
+    if len(experts) == 0:
+        return True
+    if layers.min() < 0 or layers.max() >= num_layers:
+        return False
+    if experts.min() < 0 or experts.max() >= num_experts:
+        return False
+    leases = np.repeat(np.arange(len(layers)), np.diff(starts))
+    return len(np.unique(leases * num_experts + experts)) == len(experts)
 
 
 class Recorder:
@@ -87,7 +94,7 @@ class Recorder:
 
     def __init__(self, num_layers: int, num_experts: int, expert_bytes: int) -> None:
         """Start with nothing."""
-        self._shape = (num_layers, num_experts, expert_bytes)
+        self._shape = (num_layers, num_experts, max(1, expert_bytes))
         self._layers: list[int] = []
         self._experts: list[Sequence[int]] = []
 

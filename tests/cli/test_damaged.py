@@ -180,7 +180,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "q_proj.weight has shape [128, 160], the config says [160, 128]",
     ),
     "config against the shapes": (config(text_config__hidden_size=256), "the config says"),
-    "scale byte 255": (bad_scale, "w2.weight_scale holds the byte 255"),
+    "scale byte 255": (bad_scale, "w2.weight_scale holds a scale that stands for no number"),
     "unknown model_type": (
         config(model_type="gpt9"),
         "model_type 'gpt9' is not supported; finback runs kimi_k3",

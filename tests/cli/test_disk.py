@@ -48,8 +48,30 @@ def test_routes_are_recorded_and_replayed(tmp_path: Path) -> None:
     assert "█" in shown.stdout
     bad = finback("replay", DATA / "tiny-k3" / "config.json")
     assert bad.returncode == 3
-    assert "is no trace of finback" in bad.stderr
+    assert "is no file of finback's" in bad.stderr
     assert finback("replay", trace, "--memory", "nothing").returncode == 2
+
+
+@pytest.mark.parametrize("option", ["--trace", "--heat"])
+def test_files_that_cannot_be_written_are_refused_before_anything_is_loaded(option: str) -> None:
+    for path in ("/", ".", "/nope/x/y"):
+        done = finback("run", "--raw", option, path, "x")
+        assert done.returncode == 2
+        assert "is no file that can be written" in done.stderr
+
+
+@pytest.mark.skipif(not instruction_sets(), reason="needs the native library")
+def test_heat_is_kept_and_a_broken_file_is_said(tmp_path: Path) -> None:
+    heat = tmp_path / "heat.npz"
+    options = ("run", "--raw", "--context", 64, "--max-tokens", 5, "--heat", heat, "The sea")
+    least = finback(*options, "--memory", "40MiB").stderr.split("at least ")[1].split()[0]
+    budget = f"{int(least) + 4}MiB"  # too little for all experts
+    assert finback(*options, "--memory", budget).returncode == 0
+    assert heat.stat().st_size > 0
+    heat.write_bytes(b"junk")
+    done = finback(*options, "--memory", budget)
+    assert done.returncode == 0
+    assert "starting without it" in done.stderr
 
 
 def test_a_converted_spine_is_used_by_name(tmp_path: Path) -> None:

@@ -359,6 +359,22 @@ def test_sigmoid_does_not_overflow(ops: Ops, far: float) -> None:
     assert got[0, 1] == 0.5
 
 
+def test_no_number_passes_a_gate(ops: Ops) -> None:
+    nan, ones = np.full((2, 40), np.nan, np.float32), np.ones((2, 40), np.float32)
+    assert np.isnan(ops.gated(ones, nan)).all()
+    for act in (Activation("silu"), Activation("situ", 4.0, 25.0)):
+        one = identity(40)
+        assert np.isnan(ops.mlp(nan, {"w1": one, "w2": one, "w3": one}, act)).all()
+    for name in ("q", "k", "v", "decay", "beta", "gate"):
+        rows, weights = delta_case(3, 2, 20, -5.0)
+        getattr(rows, name)[1] = np.nan
+        state, history = np.zeros((2, 20, 20), np.float32), np.zeros((3, 3, 40), np.float32)
+        with np.errstate(all="ignore"):
+            out = ops.delta_attention(rows, weights, history, state)
+        assert np.isnan(out[1]).all(), name
+        assert np.isfinite(out[0]).all()
+
+
 def test_experts_compute_the_rows_that_chose_them(ops: Ops) -> None:
     act = Activation("silu")
     shapes = {"w1": (5, 32), "w2": (32, 5), "w3": (5, 32)}

@@ -200,3 +200,20 @@ def test_logits_of_every_position_in_chunks() -> None:
     out = engine.logits(range(8))
     assert out.argmax(-1).tolist() == list(range(1, 9))
     assert model.batches == [[3], [3], [2]]
+
+
+def test_no_more_sequences_have_begun_than_may() -> None:
+    """A prompt of one token does not pass a long one that is half read."""
+    model = Counting()
+    engine = Engine(model, EngineConfig(max_sequences=1, max_rows=2), Spans())
+    long = engine.add([1, 2, 3, 4, 5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True))
+    engine.step()
+    engine.add([1], SamplingParams(max_tokens=2, ignore_eos=True))
+    ended = []
+    while not engine.is_idle:
+        for delta in engine.step():
+            if delta.finish_reason:
+                ended.append(delta.number)
+        begun = [s for s in engine._scheduler._live.values() if s.state.position > 0]
+        assert len(begun) <= 1
+    assert ended[0] == long

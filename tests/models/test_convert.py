@@ -42,7 +42,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(("form", "limit"), [("int8", 0.008), ("int4", 0.09)])
 def test_values_come_near(form: convert.SpineForm, limit: float) -> None:
     values = np.random.default_rng(2).standard_normal((40, 96)).astype(np.float32)
-    values[3] = 0
+    values[3], values[5] = 0, 1e-43  # and a row of subnormals
     values[4, :32] = 0
     codes, scale = (convert._int8 if form == "int8" else convert._int4)(values)
     back = unpack(Weight(form, values.shape, (codes, scale)))
@@ -85,6 +85,19 @@ def test_what_does_not_belong_is_refused(model: Path, tmp_path: Path) -> None:
     (other / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="was made from other weights"):
         LLM(other, spine="int8")
+    shutil.copy(model / "config.json", other / "config.json")
+    refs = open_checkpoint(other).tensors
+    head = refs["language_model.lm_head.weight"]
+    raw = bytearray(head.path.read_bytes())
+    raw[head.offset + 1] ^= 0x80  # one weight has another sign
+    head.path.write_bytes(bytes(raw))
+    with pytest.raises(CheckpointError, match="was made from other weights"):
+        LLM(other, spine="int8")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"files": {}}))
+    with pytest.raises(DamagedFile, match="does not hold this model's spine"):
+        LLM(model, spine="int8")
+    (folder / MANIFEST).write_text(json.dumps(manifest))
     part = sorted(folder.glob("*.safetensors"))[0]
     part.write_bytes(part.read_bytes()[:-1])
     with pytest.raises(DamagedFile, match="is missing or cut; convert the spine again"):

@@ -10,7 +10,7 @@ import pytest
 
 from finback import LLM
 from finback.checkpoint.index import open_checkpoint
-from finback.errors import CapacityError, UsageError
+from finback.errors import CapacityError, CheckpointError, UsageError
 from finback.planner import synth
 from finback.planner.footprint import measure_footprint
 from finback.planner.synth import cut_down, find_config, synthesise
@@ -83,6 +83,18 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         find_config("kimi-k4")
     with pytest.raises(UsageError, match="vocab_size must be at least 512"):
         cut_down(TINY, changes={"vocab_size": 100})
+    for section, changes in (
+        (None, {"model_type": "llama"}),
+        (None, {"text_config": 5}),
+        ("text_config", {"hidden_size": 0}),
+        ("text_config", {"linear_attn_config": 5}),
+    ):
+        config = json.loads(json.dumps(TINY))
+        (config if section is None else config[section]).update(changes)
+        with pytest.raises(CheckpointError):
+            cut_down(config, 2, 64, 4)
+    strange = cut_down(TINY, changes={"quantization_config": 5})
+    synthesise(tmp_path / "plain", strange)
     monkeypatch.setattr(synth.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10}))
     with pytest.raises(CapacityError, match="are needed, 10 B are free"):
         synthesise(tmp_path / "third", TINY)

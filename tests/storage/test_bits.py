@@ -76,6 +76,18 @@ def test_a_step_is_computing_waiting_and_the_rest() -> None:
     assert profile.bytes_read > 0
 
 
+def test_a_layer_whose_read_was_given_up_is_read_again(tiny: Path) -> None:
+    ids = load_file(tiny / "reference.safetensors")["input_ids"]
+    whole = in_chunks(load_all(tiny, Cpu(2)).model, ids, len(ids))
+    loaded = load_all(tiny, Cpu(2), stream_spine=True)
+    for held in loaded.spine._held.values():
+        if held.ticket is not None:
+            loaded.reader.cancel(held.ticket)
+            held.memory[:] = 0
+    np.testing.assert_array_equal(in_chunks(loaded.model, ids, 7), whole)
+    loaded.reader.close()
+
+
 def test_groups_and_experts_share_no_memory() -> None:
     loaded = load_all(STORYTELLER, Cpu(1), stream_spine=True, expert_slots=2)
     memories = [loaded.spine.memory(group.name) for group in loaded.spine.groups]

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from finback.storage.arena import Arena
 from finback.storage.cache import ExpertCache, ExpertLayout, Part
 from finback.storage.policies import POLICIES
 from finback.storage.prefetch import Guesses
-from finback.storage.reader import Extent, Reader, place
+from finback.storage.reader import Extent, Reader, Ticket, place
 
 LAYERS, EXPERTS, BYTES = 4, 6, 5000
 
@@ -166,6 +167,36 @@ def test_a_caller_that_gives_up_leaves_nothing_behind(
             give_up()
         experts.check()
     assert sorted(visit(experts, 0, [0, 4])) == [0, 4]
+
+
+def test_an_interrupted_cleanup_is_made_good(
+    open_cache: Callable[..., ExpertCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while reads are under way, and again while the lease lets go of its slots."""
+    experts, real = open_cache(6), os.preadv
+    cancel = experts._reader.cancel
+
+    def slow(descriptor: int, views: list[memoryview], offset: int) -> int:
+        time.sleep(0.01)
+        return real(descriptor, views, offset)
+
+    def interrupt(ticket: Ticket) -> None:
+        cancel(ticket)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files.os, "preadv", slow)
+    for _ in range(4):
+        monkeypatch.setattr(experts._reader, "cancel", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            visit_and_stop(experts)
+        monkeypatch.setattr(experts._reader, "cancel", cancel)
+        assert sorted(visit(experts, 1, [0, 1, 2, 3, 4])) == [0, 1, 2, 3, 4]
+        assert sorted(visit(experts, 0, [0, 1, 2, 3, 4, 5])) == [0, 1, 2, 3, 4, 5]
+
+
+def visit_and_stop(experts: ExpertCache) -> None:
+    with experts.lease(2, [0, 1, 2, 3, 4, 5]):
+        raise KeyboardInterrupt
 
 
 def test_a_bad_scale_is_named(tmp_path: Path) -> None:

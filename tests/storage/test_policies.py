@@ -1,6 +1,7 @@
 """Policies on sequences whose best victim is plain to see."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import numpy as np
@@ -90,12 +91,43 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
         ("experts", np.full(len(good.experts), 99)),
         ("starts", good.starts[::-1]),
         ("layers", good.layers[:-1]),
+        ("starts", np.array([0, -(2**62), 2**62, *good.starts[3:]])),
+        ("experts", np.zeros_like(good.experts)),  # one expert twice in a lease
+        ("num_layers", 2**40),
+        ("experts", good.experts.astype(float)),
     ):
         dataclasses.replace(good, **{name: value}).save(path)
         with pytest.raises(DamagedFile, match="contradicts itself"):
             load_trace(path)
+    os.mkfifo(tmp_path / "pipe.npz")
+    with pytest.raises(DamagedFile, match="is no regular file"):
+        load_trace(tmp_path / "pipe.npz")
+    good.save(path)
+    raw = bytearray(path.read_bytes())
+    middle = slice(len(raw) // 3, len(raw) // 3 + 60)
+    raw[middle] = bytes(byte ^ 0xFF for byte in raw[middle])
+    path.write_bytes(bytes(raw))
+    with pytest.raises(DamagedFile, match="t.npz"):
+        load_trace(path)
     with pytest.raises(DamagedFile, match="missing.npz"):
         load_trace(tmp_path / "missing.npz")
+
+
+def test_heat_is_kept_across_runs(tmp_path: Path) -> None:
+    first, again = Distance(4, 32), Distance(4, 32)
+    trace = zipf_trace(100)
+    keys = np.arange(4 * 32)
+    for at, layer in enumerate(trace.layers.tolist()):
+        wanted = trace.experts[trace.starts[at] : trace.starts[at + 1]]
+        first.used(wanted + 32 * layer, at // 4)
+    first.save(tmp_path / "heat.npz")
+    again.restore(tmp_path / "heat.npz")
+    np.testing.assert_allclose(again.scores(keys, 2, 0), first.scores(keys, 2, 99), rtol=0.2)
+    with pytest.raises(DamagedFile, match="of another model"):
+        Distance(4, 31).restore(tmp_path / "heat.npz")
+    (tmp_path / "heat.npz").write_bytes(b"junk")
+    with pytest.raises(DamagedFile, match="heat.npz"):
+        again.restore(tmp_path / "heat.npz")
 
 
 def test_all_have_a_name() -> None:
