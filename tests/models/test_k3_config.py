@@ -11,7 +11,7 @@ import pytest
 from finback.checkpoint.hf import Fields
 from finback.checkpoint.index import open_checkpoint
 from finback.models import kimi_k3
-from finback.planner.footprint import measure_footprint
+from finback.planner.footprint import Footprint, measure_footprint
 from finback.planner.synth import find_config
 
 
@@ -40,8 +40,13 @@ def k3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_bytes_and_counts_are_the_published_ones(k3: Path) -> None:
-    f = measure_footprint(open_checkpoint(k3))
+@pytest.fixture(scope="module")
+def f(k3: Path) -> Footprint:
+    """Measure it once; half a million names take their time."""
+    return measure_footprint(open_checkpoint(k3))
+
+
+def test_bytes_and_counts_are_the_published_ones(f: Footprint) -> None:
     assert f.expert_bytes == 1_446_456_066_048
     assert f.spine_bytes == 113_509_540_864
     assert f.expert_bytes_per_token == 25_829_572_608
@@ -56,8 +61,8 @@ def test_bytes_and_counts_are_the_published_ones(k3: Path) -> None:
     assert len(f.missing_files) == 96
 
 
-def test_the_layer_map_and_the_state(k3: Path) -> None:
-    shape = measure_footprint(open_checkpoint(k3)).shape
+def test_the_layer_map_and_the_state(f: Footprint) -> None:
+    shape = f.shape
     assert len(shape.routed_layers) == 92
     assert shape.routed_layers[0] == 1
     assert shape.state_bytes == 434_110_464 + 30_523_392

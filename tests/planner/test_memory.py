@@ -1,7 +1,10 @@
 """Memory plans: what they add up to, what they give up first, what they refuse."""
 
 import dataclasses
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
 from finback.checkpoint.index import open_checkpoint
@@ -13,7 +16,7 @@ from finback.kernels.library import instruction_sets
 from finback.kernels.reference import Reference
 from finback.models.loading import MemoryPlan, Needs, read_needs
 from finback.planner.memory import plan_memory
-from finback.storage.memory import Limits, read_limits
+from finback.storage.memory import Limits, peak_bytes, read_limits
 from finback.units import parse_bytes
 from tests.conftest import DATA
 
@@ -99,6 +102,14 @@ def test_this_machine_can_be_asked() -> None:
     limits = read_limits()
     assert 0 < limits.resident < limits.total
     assert 0 < limits.usable <= limits.free
+
+
+def test_the_peak_is_of_this_process_and_not_of_the_one_that_started_it() -> None:
+    ballast = np.ones(200 * MIB, np.uint8)
+    code = "from finback.storage.memory import peak_bytes; print(peak_bytes())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 5 * MIB < int(done.stdout) < 150 * MIB
+    assert peak_bytes() > ballast.nbytes
 
 
 @pytest.mark.parametrize(
