@@ -22,9 +22,10 @@ from finback.llm import LLM
 from finback.models.loading import read_needs
 from finback.spans import Profile, Spans
 from finback.storage.arena import BLOCK, huge_bytes, reserve
+from finback.storage.extents import place
 from finback.storage.memory import peak_bytes
 from finback.storage.probe import measure_ceiling
-from finback.storage.reader import Reader, Ticket, place
+from finback.storage.reader import Reader, Ticket
 
 AT_ONCE = 16  # experts under way, as in a layer of Kimi K3
 

@@ -20,9 +20,10 @@ from finback.models.weights import (
 from finback.spans import Spans
 from finback.storage.arena import Arena
 from finback.storage.cache import ExpertCache
+from finback.storage.extents import place
 from finback.storage.policies import POLICIES, Distance
 from finback.storage.prefetch import Guesses
-from finback.storage.reader import Reader, place
+from finback.storage.reader import Reader
 from finback.storage.spine import Group, Spine
 
 logger = logging.getLogger(__name__)

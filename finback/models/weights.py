@@ -23,8 +23,8 @@ from finback.errors import CheckpointError, DamagedFile, MissingTensor
 from finback.kernels.ops import Ids, Ops
 from finback.spans import Spans
 from finback.storage.arena import reserve
-from finback.storage.cache import ExpertLayout, Part
-from finback.storage.reader import Extent, Reader, merge, place
+from finback.storage.extents import ExpertLayout, Extent, Part, merge, place
+from finback.storage.reader import Reader
 from finback.storage.spine import Group, Spine
 
 Role = Literal[

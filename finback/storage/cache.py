@@ -18,40 +18,16 @@ from finback.checkpoint.formats import BAD_SCALE, Weight, has_bad_scale
 from finback.errors import DamagedFile, FinbackError
 from finback.spans import Spans
 from finback.storage.arena import Arena, release
+from finback.storage.extents import ExpertLayout, find, place
 from finback.storage.memory import pressure
 from finback.storage.policies import Distance, Policy
 from finback.storage.prefetch import Guesses
-from finback.storage.reader import Extent, Priority, Reader, Ticket, place
+from finback.storage.reader import Priority, Reader, Ticket
 from finback.units import human_bytes
 
 SECONDS_BETWEEN_LOOKS = 1.0
 MUCH_PRESSURE = 0.1  # of ten seconds with something waiting for memory
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One matrix inside an expert's bytes: where each of its parts starts and ends."""
-
-    format: str
-    shape: tuple[int, int]
-    ranges: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertLayout:
-    """Where one expert lies on disk, and the matrices in its bytes, by published name (`w1`).
-
-    Ranges count the extents' bytes one after the other.
-    """
-
-    extents: tuple[Extent, ...]
-    matrices: Mapping[str, Part]
-
-    @property
-    def num_bytes(self) -> int:
-        """Count the bytes of all extents."""
-        return sum(extent.num_bytes for extent in self.extents)
 
 
 Matrices = Mapping[str, Weight]
@@ -294,7 +270,7 @@ class ExpertCache:
             name: Weight(
                 part.format,
                 part.shape,
-                tuple(_view(memory, layout.extents, starts, a, b) for a, b in part.ranges),
+                tuple(find(memory, layout.extents, starts, a, b) for a, b in part.ranges),
             )
             for name, part in layout.matrices.items()
         }
@@ -409,17 +385,3 @@ class ExpertCache:
             self._set_free(slot)
         else:
             self._busy[slot.number] = False
-
-
-def _view(
-    memory: np.ndarray, extents: Sequence[Extent], starts: list[int], begin: int, end: int
-) -> np.ndarray:
-    """Find a range of the extents' bytes in memory; a range lies within one extent."""
-    before = 0
-    for extent, start in zip(extents, starts, strict=True):
-        if before <= begin and end <= before + extent.num_bytes:
-            part = memory[start + begin - before : start + end - before]
-            part.flags.writeable = False
-            return part
-        before += extent.num_bytes
-    raise AssertionError("a tensor lies in two extents")

@@ -15,10 +15,10 @@ from pathlib import Path
 from threading import Condition, Lock, Thread
 
 from finback.checkpoint.formats import Bytes
-from finback.checkpoint.safetensors import TensorRef
 from finback.errors import ReadError
 from finback.spans import Spans
 from finback.storage.arena import BLOCK, reserve
+from finback.storage.extents import Extent, place
 from finback.storage.files import DIRECT_REFUSED, Files
 
 PIECE = 8 << 20  # larger reads are split, so that all threads share an expert
@@ -32,41 +32,6 @@ class Priority(IntEnum):
     DEMAND = 0  # somebody waits for it
     AHEAD = 1  # certain to be wanted later
     GUESS = 2  # perhaps wanted
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A piece of a file."""
-
-    path: Path
-    offset: int
-    num_bytes: int
-
-
-def merge(refs: Iterable[TensorRef]) -> list[Extent]:
-    """Join tensors that lie side by side into as few extents as possible, keeping their order."""
-    out: list[Extent] = []
-    for ref in refs:
-        last = out[-1] if out else None
-        if last and last.path == ref.path and last.offset + last.num_bytes == ref.offset:
-            out[-1] = Extent(last.path, last.offset, last.num_bytes + ref.num_bytes)
-        else:
-            out.append(Extent(ref.path, ref.offset, ref.num_bytes))
-    return out
-
-
-def place(extents: Sequence[Extent]) -> tuple[list[int], int]:
-    """Lay extents out in memory, each grown outwards to whole blocks.
-
-    Returns:
-        Where each extent's first byte comes to lie, and the bytes needed in all.
-    """
-    starts, end = [], 0
-    for extent in extents:
-        before = extent.offset % BLOCK
-        starts.append(end + before)
-        end += -(-(before + extent.num_bytes) // BLOCK) * BLOCK
-    return starts, end
 
 
 @dataclass(slots=True)

@@ -12,7 +12,8 @@ from finback.checkpoint.formats import Bytes
 from finback.checkpoint.safetensors import TensorRef
 from finback.spans import Spans
 from finback.storage.arena import reserve
-from finback.storage.reader import Extent, Priority, Reader, Ticket, merge, place
+from finback.storage.extents import Extent, merge, place
+from finback.storage.reader import Priority, Reader, Ticket
 
 NUM_BUFFERS = 2
 

@@ -16,10 +16,11 @@ from finback.spans import Spans
 from finback.storage import cache as cache_module
 from finback.storage import files
 from finback.storage.arena import Arena
-from finback.storage.cache import ExpertCache, ExpertLayout, Part
+from finback.storage.cache import ExpertCache
+from finback.storage.extents import ExpertLayout, Extent, Part, place
 from finback.storage.policies import POLICIES
 from finback.storage.prefetch import Guesses
-from finback.storage.reader import Extent, Reader, Ticket, place
+from finback.storage.reader import Reader, Ticket
 
 LAYERS, EXPERTS, BYTES = 4, 6, 5000
 

@@ -14,7 +14,8 @@ from finback.errors import ReadError
 from finback.spans import Spans
 from finback.storage import files, reader
 from finback.storage.arena import BLOCK, reserve
-from finback.storage.reader import Extent, Priority, Reader, place
+from finback.storage.extents import Extent, place
+from finback.storage.reader import Priority, Reader
 
 SIZE = 3_000_001
 
