@@ -10,8 +10,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from finback.checkpoint.hf import Fields
+from finback.checkpoint.safetensors import TensorRef
 from finback.errors import CheckpointError
 from finback.models import kimi_k3, kimi_linear
+from finback.models.weights import TensorSpec, _contradictions, _find
 from tests.conftest import DATA
 from tests.helpers import in_chunks, load
 from tests.models.naive import Naive
@@ -124,3 +126,17 @@ def test_what_is_not_supported_is_refused_by_key(config: dict[str, Any], says: s
     family = kimi_k3 if "text_config" in config else kimi_linear
     with pytest.raises(CheckpointError, match=says):
         family.read_config(Fields(config, "config.json: "))
+
+
+def test_an_embedding_whose_rows_share_scales_is_refused() -> None:
+    """Rows are looked up alone; block FP8 keeps one scale for 128 of them."""
+    spec = TensorSpec("embed.weight", (256, 128), "embedding")
+    parts = (("embed.weight", "F8_E4M3", (256, 128)), ("embed.weight_scale_inv", "F32", (2, 1)))
+    headers = {name: TensorRef(name, Path("x"), dtype, shape, 0, 4) for name, dtype, shape in parts}
+    stored = _find(spec, frozenset(headers), headers)
+    assert stored is not None
+    assert any("is F8_E4M3, expected one of" in line for line in _contradictions(stored, headers))
+    matrix = TensorSpec("embed.weight", (256, 128), "head")
+    found = _find(matrix, frozenset(headers), headers)
+    assert found is not None
+    assert found.format == "fp8"

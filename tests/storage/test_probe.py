@@ -1,0 +1,34 @@
+"""The measurement of a disk, where files or memory are small."""
+
+from pathlib import Path
+
+import pytest
+
+from finback.bench.stream import measure_stream
+from finback.errors import UsageError
+from finback.planner.synth import cut_down, find_config, synthesise
+from finback.storage.arena import reserve
+from finback.storage.probe import measure_ceiling
+from tests.conftest import DATA
+
+
+def test_memory_too_small_for_a_piece_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * (1 << 21))
+    for memory in (None, reserve(4096)):
+        rate = measure_ceiling([path], seconds=0.05, piece=1 << 16, memory=memory)
+        assert rate is not None
+        assert rate > 0
+
+
+def test_files_too_small_to_measure_with(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 1000)
+    assert measure_ceiling([path], seconds=0.05) is None
+
+
+def test_a_model_without_experts_has_nothing_to_stream(tmp_path: Path) -> None:
+    config = find_config(str(DATA / "tiny-k3"))
+    synthesise(tmp_path / "m", cut_down(config, layers=3, changes={"first_k_dense_replace": 99}))
+    with pytest.raises(UsageError, match="has no experts to read"):
+        measure_stream(tmp_path / "m", rounds=1)
