@@ -9,6 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,41 +79,53 @@ def measure_stream(
     if cold:
         drop_cached(paths)
     report = StreamReport()
-    experts = _ExpertReads(folder)
-    progress("loading")
-    start = time.perf_counter()
-    with LLM(folder, **options) as llm:
-        report.load_s = time.perf_counter() - start
-        ceilings, readers, cores, profiles = [], [], [], []
-        report.budget_bytes, report.plan = llm.plan.budget, dict(llm.plan.parts)
-        report.streamed_groups = len(llm.plan.streamed)
-        report.expert_slots = llm.plan.num_slots
-        _decode(llm, 1)
-        for number in range(rounds):
-            progress(f"round {number + 1} of {rounds}: disk")
-            ceiling = measure_ceiling(paths, memory=experts.memory)
-            if ceiling is None:
-                raise UsageError(f"{folder}: too small to measure a disk with")
-            ceilings.append(ceiling)
-            progress(f"round {number + 1} of {rounds}: reader")
-            rate, core = experts.measure()
-            readers.append(rate)
-            cores.append(core)
-            progress(f"round {number + 1} of {rounds}: decoding")
-            profiles.append(_decode(llm, tokens))
-    experts.close()
+    with closing(_ExpertReads(folder)) as experts:
+        progress("loading")
+        start = time.perf_counter()
+        with LLM(folder, **options) as llm:
+            report.load_s = time.perf_counter() - start
+            report.budget_bytes, report.plan = llm.plan.budget, dict(llm.plan.parts)
+            report.streamed_groups = len(llm.plan.streamed)
+            report.expert_slots = llm.plan.num_slots
+            _decode(llm, 1)
+            _measure_rounds(report, llm, experts, paths, tokens, rounds, progress)
+        report.huge_page_share = experts.huge_page_share
+    report.peak_memory_bytes = peak_bytes()
+    return report
+
+
+def _measure_rounds(
+    report: StreamReport,
+    llm: LLM,
+    experts: "_ExpertReads",
+    paths: list[Path],
+    tokens: int,
+    rounds: int,
+    progress: Callable[[str], None],
+) -> None:
+    """Take ceiling, reader and decoding in turn, and write the medians into the report."""
+    ceilings, readers, cores, profiles = [], [], [], []
+    for number in range(rounds):
+        progress(f"round {number + 1} of {rounds}: disk")
+        ceiling = measure_ceiling(paths, memory=experts.memory)
+        if ceiling is None:
+            raise UsageError(f"{llm.folder}: too small to measure a disk with")
+        ceilings.append(ceiling)
+        progress(f"round {number + 1} of {rounds}: reader")
+        rate, core = experts.measure()
+        readers.append(rate)
+        cores.append(core)
+        progress(f"round {number + 1} of {rounds}: decoding")
+        profiles.append(_decode(llm, tokens))
     report.ceiling_gbps = statistics.median(ceilings)
     report.reader_gbps = statistics.median(readers)
     report.reader_core_s_per_gb = statistics.median(cores)
-    report.huge_page_share = experts.huge_page_share
     figures = [p.as_json(tokens, c) for p, c in zip(profiles, ceilings, strict=True)]
     report.decode = {name: _median([f[name] for f in figures]) for name in figures[0]}
     report.rounds = [
         {"ceiling_gbps": c, "reader_gbps": r, "gbps": p.gbps, "tokens_per_s": tokens / p.wall_s}
         for c, r, p in zip(ceilings, readers, profiles, strict=True)
     ]
-    report.peak_memory_bytes = peak_bytes()
-    return report
 
 
 def drop_cached(paths: list[Path]) -> None:
@@ -144,7 +157,6 @@ class _ExpertReads:
     """The reader alone, on experts in random order, sixteen under way."""
 
     def __init__(self, folder: Path) -> None:
-        self._reader = Reader(Spans())
         self._layouts = read_needs(open_checkpoint(folder)).layouts
         keys = self._layouts.keys
         if not keys:
@@ -155,6 +167,7 @@ class _ExpertReads:
         self.memory: Bytes = reserve(self._slot * AT_ONCE)
         self.memory[::BLOCK] = 0  # taken now, so that the memory plan knows of it
         self.huge_page_share: float | None = None
+        self._reader = Reader(Spans())
 
     def measure(self) -> tuple[float, float]:
         """Read the experts once: GB/s and core-seconds a GB."""

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 
-from finback.errors import DamagedFile
+from finback.errors import CapacityError, DamagedFile
+from finback.units import human_bytes
 
 MAX_JSON_BYTES = 1 << 30  # the index of Kimi K3 has 60 MB
 
@@ -75,3 +77,16 @@ def exists(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def require_room(folder: Path, needed: int, advice: str) -> None:
+    """Refuse to write what the disk has no room for; `advice` ends the sentence.
+
+    Raises:
+        CapacityError: Fewer than `needed` bytes are free.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise CapacityError(
+            f"{folder}: {human_bytes(needed)} are needed, {human_bytes(free)} are free; {advice}"
+        )

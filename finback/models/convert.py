@@ -11,7 +11,6 @@ does the embedding, whose rows are only looked up.
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -20,14 +19,13 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from finback.checkpoint.files import exists, read_json
+from finback.checkpoint.files import exists, read_json, require_room
 from finback.checkpoint.formats import FORMATS, INT4_GROUP, Array, Bytes, Weight, unpack
 from finback.checkpoint.index import Checkpoint
 from finback.checkpoint.safetensors import ITEM_BYTES, TensorRef, make_header, read_header
-from finback.errors import CapacityError, CheckpointError, DamagedFile, UsageError
+from finback.errors import CheckpointError, DamagedFile, UsageError
 from finback.models.base import read_layout
 from finback.models.weights import Stored, check_tensors
-from finback.units import human_bytes
 
 SpineForm = Literal["int8", "int4"]
 MANIFEST = "finback-spine.json"
@@ -82,12 +80,7 @@ def convert_spine(
     sizes = {file: _file_bytes(group, form) for file, group in groups.items()}
     done_before = {name for name in groups if _is_of(folder / name, mark, sizes[name])}
     needed = sum(size for name, size in sizes.items() if name not in done_before)
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise CapacityError(
-            f"{folder}: {human_bytes(needed)} are needed, {human_bytes(free)} are free; "
-            "choose another place with --out"
-        )
+    require_room(folder, needed, "choose another place with --out")
     done = 0
     for name, group in groups.items():
         if name not in done_before:

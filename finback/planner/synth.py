@@ -10,7 +10,6 @@ import copy
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,14 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from finback.checkpoint.files import exists, read_json
+from finback.checkpoint.files import exists, read_json, require_room
 from finback.checkpoint.formats import FORMATS, PLAIN_FORMATS, Bytes
 from finback.checkpoint.index import INDEX
 from finback.checkpoint.safetensors import ITEM_BYTES, make_header
-from finback.errors import CapacityError, UsageError
+from finback.errors import UsageError
 from finback.models.base import read_layout_of
 from finback.models.weights import TensorSpec
-from finback.units import human_bytes
 
 KNOWN = Path(__file__).resolve().parent.parent / "data" / "configs"
 CHUNK_VALUES = 1 << 22
@@ -145,12 +143,7 @@ def synthesise(
     total = sum(_file_bytes(group) for group in files.values())
     there = {name for name, group in files.items() if _is_whole(folder / name, group)}
     needed = sum(_file_bytes(group) for name, group in files.items() if name not in there)
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise CapacityError(
-            f"{folder}: {human_bytes(needed)} are needed, {human_bytes(free)} are free; "
-            "choose another disk or fewer --layers or --experts"
-        )
+    require_room(folder, needed, "choose another disk or fewer --layers or --experts")
     done = 0
     for number, (name, group) in enumerate(files.items()):
         if name not in there:

@@ -34,7 +34,3 @@ class Guesses:
             share = sum(expert in wanted for expert in guessed) / len(guessed)
             before = self._right.get(layer, FIRST_CHANCE)
             self._right[layer] = MEMORY * before + (1 - MEMORY) * share
-
-    def share_right(self, layer: int) -> float:
-        """Give how often guesses of a layer were right of late."""
-        return self._right.get(layer, FIRST_CHANCE)

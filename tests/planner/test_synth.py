@@ -1,6 +1,7 @@
 """Random checkpoints: the published layout, the same bytes again, and none of them lost."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ import pytest
 from finback import LLM
 from finback.checkpoint.index import open_checkpoint
 from finback.errors import CapacityError, CheckpointError, UsageError
-from finback.planner import synth
 from finback.planner.footprint import measure_footprint
 from finback.planner.synth import cut_down, find_config, synthesise
 from tests.conftest import DATA
@@ -95,7 +95,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             cut_down(config, 2, 64, 4)
     strange = cut_down(TINY, changes={"quantization_config": 5})
     synthesise(tmp_path / "plain", strange)
-    monkeypatch.setattr(synth.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10}))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10}))
     with pytest.raises(CapacityError, match="are needed, 10 B are free"):
         synthesise(tmp_path / "third", TINY)
 
