@@ -13,7 +13,7 @@ MAX_SEED = 2**64 - 1
 T = TypeVar("T")
 Activations = Literal["float32", "int16", "int8"]
 DEFAULT_ACTIVATIONS: Activations = "int16"
-POLICY_NAMES = ("distance", "frequency", "recency")
+POLICY_NAMES = ("distance", "frequency", "pinned", "recency")
 DEFAULT_POLICY = "distance"
 MAY_BE_NONE = ("threads", "context", "expert_slots")
 
@@ -66,6 +66,8 @@ class EngineConfig:
             raise UsageError(
                 f"policy must be one of {', '.join(POLICY_NAMES)}, not {self.policy!r}"
             )
+        if self.policy == "pinned" and self.heat is None:
+            raise UsageError("the policy pinned needs the file of --heat, to know what to pin")
         for name in ("max_rows", "max_sequences", "read_threads", *MAY_BE_NONE):
             value = getattr(self, name)
             if name in MAY_BE_NONE and value is None:

@@ -13,7 +13,7 @@ from typing import Any, Self
 from finback.checkpoint.files import read_json_if_there
 from finback.checkpoint.formats import Array
 from finback.checkpoint.hf import SAMPLING_KEYS, read_sampling, read_stop_ids
-from finback.checkpoint.index import open_checkpoint
+from finback.checkpoint.index import Checkpoint, open_checkpoint
 from finback.config import EngineConfig, SamplingParams, with_known_options
 from finback.engine.engine import Engine
 from finback.engine.sequence import Delta, FinishReason
@@ -21,9 +21,12 @@ from finback.errors import CheckpointError, FinbackError, RequestError, UsageErr
 from finback.hub.local import STORYTELLER, find_model
 from finback.kernels.backends import best_backend
 from finback.models.convert import with_spine
-from finback.models.loading import load_model, read_needs
+from finback.models.loading import MemoryPlan, load_model, read_needs
 from finback.planner.memory import plan_memory
 from finback.spans import Profile, Snapshot, Spans
+from finback.storage.arena import reserve
+from finback.storage.extents import Extent
+from finback.storage.probe import LEAST_MEMORY, MEMORY_BYTES, DiskRate, measure_ceiling
 from finback.storage.trace import Recorder
 from finback.text.chat import ChatFormat, ChatOptions, load_chat
 from finback.text.parse import ParsedMessage, Piece, collect
@@ -45,6 +48,7 @@ class RunStats:
     prompt: Profile = field(default_factory=Profile)  # up to the answer's first token
     whole: Profile = field(default_factory=Profile)  # prompt and answer
     decode: Profile = field(default_factory=Profile)  # the answer's tokens after the first
+    disk_gbps: float | None = None  # the most that this disk gives; None where it was not asked
 
     @property
     def prompt_s(self) -> float:
@@ -132,7 +136,7 @@ class LLM:
         ops = best_backend(config.threads, config.activations)
         self.activations = ops.activations
         spine = "" if config.spine == "published" else f", {config.spine} spine"
-        self.description = (
+        self._description = (
             f"{self.folder.name}: {ops.activations} activations{spine}, {ops.description}"
         )
         with self.spans.span("load"):
@@ -144,6 +148,7 @@ class LLM:
                 max_sequences=self.plan.max_sequences,
                 context=self.plan.context,
             )
+            self.disk = _measure_disk(checkpoint, self.plan) if self.plan.reads_from_disk else None
             self._loaded = load_model(needs, self.plan, ops, self.spans, config)
         try:
             ends = self._stop_ids(checkpoint.config, generation)
@@ -152,6 +157,21 @@ class LLM:
             self.close()
             raise
         logger.info("loaded %s in %.2f s", self.folder, self.spans.seconds["load"])
+
+    @property
+    def description(self) -> str:
+        """Say for people what runs, on what, and what its disk gives."""
+        if self.disk is None:
+            return self._description
+        share = self.disk.huge_page_share
+        pages = "no huge pages, which makes reading slow" if share == 0 else "huge pages"
+        return f"{self._description}; disk {self.disk.gbps:.2f} GB/s at most, {pages}"
+
+    @property
+    def streamed_extents(self) -> list[Extent]:
+        """List where in the files lies what is read again for every step, experts apart."""
+        spine = self._loaded.spine
+        return [e for group in spine.groups if not spine.stays(group.name) for e in group.extents]
 
     def record_routes(self) -> Recorder:
         """Note from now on which experts are used; the recorder gives the trace."""
@@ -331,6 +351,7 @@ class LLM:
         number = self.engine.add(ids, params)
         inbox = self._inbox[number] = []
         out.seed, out.stats.prompt_tokens = params.seed, len(ids)
+        out.stats.disk_gbps = None if self.disk is None else self.disk.gbps
         totals = Totals(self.spans)
         try:
             while out.finish_reason is None:
@@ -379,6 +400,15 @@ class Totals:
         if self._first is not None and (out.finish_reason or stats.tokens % EVERY == 0):
             stats.whole = self._spans.since(self._start)
             stats.decode = self._spans.since(self._first)
+
+
+def _measure_disk(checkpoint: Checkpoint, plan: MemoryPlan) -> DiskRate | None:
+    """Measure the disk, within the plan's memory; None if there is too little of either."""
+    size = min(MEMORY_BYTES, plan.budget - plan.parts["interpreter"])
+    if size < LEAST_MEMORY:
+        return None
+    paths = [checkpoint.folder / name for name in checkpoint.files]
+    return measure_ceiling(paths, memory=reserve(size))
 
 
 def _fresh(into: Completion) -> Completion:

@@ -36,6 +36,7 @@ class StreamReport:
     """Medians of all rounds; `decode` as `Profile.as_json`."""
 
     ceiling_gbps: float = 0.0
+    spine_ceiling_gbps: float | None = None  # of what is read again for every step
     reader_gbps: float = 0.0
     reader_core_s_per_gb: float = 0.0
     huge_page_share: float | None = None
@@ -104,13 +105,17 @@ def _measure_rounds(
     progress: Callable[[str], None],
 ) -> None:
     """Take ceiling, reader and decoding in turn, and write the medians into the report."""
-    ceilings, readers, cores, profiles = [], [], [], []
+    ceilings, spine_ceilings, readers, cores, profiles = [], [], [], [], []
+    spine = llm.streamed_extents
     for number in range(rounds):
         progress(f"round {number + 1} of {rounds}: disk")
         ceiling = measure_ceiling(paths, memory=experts.memory)
         if ceiling is None:
             raise UsageError(f"{llm.folder}: too small to measure a disk with")
-        ceilings.append(ceiling)
+        ceilings.append(ceiling.gbps)
+        if spine:
+            again = measure_ceiling(paths, memory=experts.memory, extents=spine)
+            spine_ceilings.append(ceiling.gbps if again is None else again.gbps)
         progress(f"round {number + 1} of {rounds}: reader")
         rate, core = experts.measure()
         readers.append(rate)
@@ -120,12 +125,27 @@ def _measure_rounds(
     report.ceiling_gbps = statistics.median(ceilings)
     report.reader_gbps = statistics.median(readers)
     report.reader_core_s_per_gb = statistics.median(cores)
-    figures = [p.as_json(tokens, c) for p, c in zip(profiles, ceilings, strict=True)]
+    if spine:
+        report.spine_ceiling_gbps = statistics.median(spine_ceilings)
+    bounds = [
+        _bound(p, c, s)
+        for p, c, s in zip(profiles, ceilings, spine_ceilings or ceilings, strict=True)
+    ]
+    figures = [p.as_json(tokens, b) for p, b in zip(profiles, bounds, strict=True)]
     report.decode = {name: _median([f[name] for f in figures]) for name in figures[0]}
     report.rounds = [
         {"ceiling_gbps": c, "reader_gbps": r, "gbps": p.gbps, "tokens_per_s": tokens / p.wall_s}
         for c, r, p in zip(ceilings, readers, profiles, strict=True)
     ]
+
+
+def _bound(profile: Profile, ceiling: float, spine_ceiling: float) -> float:
+    """Give the rate at which this mixture of reads would come if each came at its own ceiling."""
+    spine = profile.counts.get("bytes_read_spine", 0)
+    experts = profile.bytes_read - spine
+    if not profile.bytes_read:
+        return ceiling
+    return profile.bytes_read / (experts / ceiling + spine / spine_ceiling)
 
 
 def drop_cached(paths: list[Path]) -> None:

@@ -8,24 +8,14 @@ if TYPE_CHECKING:
     from finback.llm import LLM, Completion
 
 
-def disk_ceiling(model: str | None) -> float | None:
-    """Measure how fast the model's disk can be read, in GB/s; None if its files are too small."""
-    from finback.checkpoint.index import open_checkpoint
-    from finback.hub.local import STORYTELLER, find_model
-    from finback.storage.probe import measure_ceiling
-
-    checkpoint = open_checkpoint(STORYTELLER if model is None else find_model(model))
-    there = [name for name in checkpoint.files if name not in checkpoint.missing_files]
-    return measure_ceiling([checkpoint.folder / name for name in there])
-
-
-def profile_json(llm: "LLM", out: "Completion", ceiling: float | None) -> dict[str, Any]:
+def profile_json(llm: "LLM", out: "Completion") -> dict[str, Any]:
     """Give the profile of prompt and answer, under the names of `finback bench stream`."""
     from finback.storage.memory import peak_bytes
 
-    s = out.stats
+    s, ceiling = out.stats, out.stats.disk_gbps
     return {
         "ceiling_gbps": ceiling,
+        "huge_page_share": None if llm.disk is None else llm.disk.huge_page_share,
         "prompt": s.prompt.as_json(s.prompt_tokens, ceiling),
         "decode": s.decode.as_json(max(0, s.tokens - 1), ceiling),
         "peak_memory_bytes": peak_bytes(),
@@ -36,11 +26,11 @@ def profile_json(llm: "LLM", out: "Completion", ceiling: float | None) -> dict[s
     }
 
 
-def profile_text(llm: "LLM", out: "Completion", ceiling: float | None) -> str:
+def profile_text(llm: "LLM", out: "Completion") -> str:
     """Put the profile into a few lines."""
     from finback.storage.memory import peak_bytes
 
-    s = out.stats
+    s, ceiling = out.stats, out.stats.disk_gbps
     rows = []
     for name, part in (("prompt", s.prompt), ("decode", s.decode)):
         if part.wall_s <= 0:
@@ -53,7 +43,7 @@ def profile_text(llm: "LLM", out: "Completion", ceiling: float | None) -> str:
         )
         rows.append(f"{name:<9} {human_seconds(part.wall_s)}: {shares}")
     d, counts = s.decode, s.whole.counts
-    disk = "too small to measure" if ceiling is None else f"{ceiling:.2f} GB/s at most"
+    disk = "not measured" if ceiling is None else f"{ceiling:.2f} GB/s at most"
     of = f", {d.gbps / ceiling:.0%} of it" if ceiling and d.bytes_read else ""
     by_role = ", ".join(
         f"{human_bytes(counts[name])} of {what}"

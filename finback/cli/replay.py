@@ -21,6 +21,10 @@ def replay(
             show_default="5%, 10%, 25%, 50%",
         ),
     ] = None,
+    heat: Annotated[
+        Path | None,
+        typer.Option(help="Begin with what a run with --heat has kept; adds the policy pinned."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show how many experts each policy would have found in memory, beside the best possible.
@@ -41,7 +45,9 @@ def replay(
         slots = size // recorded.expert_bytes
         if slots < 1:
             raise UsageError(f"--memory {text}: less than one expert of {recorded.expert_bytes} B")
-        rows.append((text, size, run(recorded, min(slots, whole // recorded.expert_bytes))))
+        rows.append(
+            (text, size, run(recorded, min(slots, whole // recorded.expert_bytes), heat=heat))
+        )
     if as_json:
         output.json_data(
             {

@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from finback.cli import output
-from finback.cli.profile import disk_ceiling, profile_json, profile_text
-from finback.config import DEFAULT_ACTIVATIONS, MAX_SEED, Activations, SamplingParams
+from finback.cli.profile import profile_json, profile_text
+from finback.config import (
+    DEFAULT_ACTIVATIONS,
+    DEFAULT_POLICY,
+    MAX_SEED,
+    POLICY_NAMES,
+    Activations,
+    SamplingParams,
+)
 from finback.errors import UsageError
 from finback.units import human_bytes, human_seconds
 
@@ -71,6 +78,13 @@ ContextOption = Annotated[
         show_default="16384, or what the model holds",
     ),
 ]
+PolicyOption = Annotated[
+    str,
+    typer.Option(
+        help=f"Which expert to give up for another: {', '.join(POLICY_NAMES)}; pinned keeps what "
+        "--heat has most of."
+    ),
+]
 Thinking = Annotated[
     bool, typer.Option("--think/--no-think", help="Let the model reason before it answers.")
 ]
@@ -110,6 +124,7 @@ def run(
         Path | None,
         typer.Option(help="Keep across runs, in this file, which experts are used much."),
     ] = None,
+    policy: PolicyOption = DEFAULT_POLICY,
     trace: Annotated[
         Path | None,
         typer.Option(help="Record which experts were used, for `finback replay`."),
@@ -136,14 +151,13 @@ def run(
         raise UsageError("--system belongs to a conversation; leave out --raw")
     from finback.llm import LLM
 
-    # Before the model takes its memory: the measurement takes some too.
-    ceiling = disk_ceiling(model) if profile else None
     with LLM(
         model,
         threads=threads,
         activations=activations,
         memory=memory,
         spine=spine,
+        policy=policy,
         heat=None if heat is None else str(heat),
         context=context,
         max_sequences=1,
@@ -161,12 +175,12 @@ def run(
         if as_json:
             value = report(llm, answer.out, as_chat)
             if profile:
-                value["profile"] = profile_json(llm, answer.out, ceiling)
+                value["profile"] = profile_json(llm, answer.out)
             output.json_data(value)
         else:
             answer.end(quiet)
             if profile:
-                output.talk(profile_text(llm, answer.out, ceiling))
+                output.talk(profile_text(llm, answer.out))
         if not is_whole:
             raise typer.Exit(130)
 
@@ -256,6 +270,8 @@ def figures(out: "Completion") -> str:
     s = out.stats
     end = {"length": " (cut at the limit)", "abort": " (stopped)"}.get(out.finish_reason or "", "")
     rate = f", {s.tokens_per_s:.3g} tokens/s" if s.tokens_per_s else ""
+    if rate and s.disk_gbps and s.decode.gbps:
+        rate += f" at {s.decode.gbps:.2f} of the disk's {s.disk_gbps:.2f} GB/s"
     return (
         f"{s.prompt_tokens} tokens in, {s.tokens} out{end}{rate}, "
         f"{human_bytes(s.bytes_per_token)} read per token, {human_seconds(s.compute_s)} computing, "
@@ -286,6 +302,7 @@ def report(llm: "LLM", out: Any, as_chat: bool) -> dict[str, Any]:
                 "bytes_read",
                 "tokens_per_s",
                 "bytes_per_token",
+                "disk_gbps",
             )
         },
     }

@@ -167,18 +167,21 @@ class Moe:
         return y if shared is None else y + shared
 
     def _guess_next(self, u: Array) -> None:
-        """Ask for experts of the next routed layer, by its router and what is known so far."""
-        following, guesses = self.following, self._experts.guesses
-        if following is None or guesses is None or len(u) > MOST_GUESSED_ROWS:
+        """Ask for experts of the next routed layer, by its router and what is known so far.
+
+        A router that is not in memory yet is not asked; the cache guesses by the last choice.
+        """
+        following = self.following
+        if following is None or not self._experts.may_guess or len(u) > MOST_GUESSED_ROWS:
             return
-        if not following.is_in_memory:
-            return
-        with self._spans.span("router"):
-            logits = self._ops.linear(u, following._in[0])
-            ids, shares = self._ops.route(logits, following._bias, self.shape.rule)
-        best = np.argsort(-shares.ravel(), kind="stable")
-        order = list(dict.fromkeys(ids.ravel()[best].tolist()))
-        self._experts.guess(following.layer, guesses.admit(following.layer, order))
+        ways = {}
+        if following.is_in_memory:
+            with self._spans.span("router"):
+                logits = self._ops.linear(u, following._in[0])
+                ids, shares = self._ops.route(logits, following._bias, self.shape.rule)
+            best = np.argsort(-shares.ravel(), kind="stable")
+            ways["router"] = list(dict.fromkeys(ids.ravel()[best].tolist()))
+        self._experts.guess(following.layer, ways)
 
     @property
     def is_in_memory(self) -> bool:

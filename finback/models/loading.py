@@ -56,6 +56,7 @@ class MemoryPlan:
     max_rows: int
     max_sequences: int
     context: int
+    reads_from_disk: bool  # in a step: experts or layers that are not all in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +117,8 @@ def load_model(
         )
         shape = needs.layout.shape
         has_all = plan.num_slots >= needs.num_experts
-        make_policy = POLICIES[config.policy]
-        policy = None if has_all else make_policy(shape.num_layers, shape.num_experts)
+        sizes = shape.num_layers, shape.num_experts, plan.num_slots
+        policy = None if has_all else POLICIES[config.policy](*sizes)
         guesses = Guesses(MOST_GUESSES) if config.guesses and not has_all else None
         if config.heat is not None and isinstance(policy, Distance):
             _restore_heat(policy, Path(config.heat))

@@ -69,6 +69,7 @@ def plan_memory(
         max_rows=rows,
         max_sequences=sequences,
         context=context,
+        reads_from_disk=bool(streamed) or slots < needs.num_experts,
     )
 
 

@@ -7,7 +7,7 @@ what has been computed makes room for the next.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +70,7 @@ class ExpertCache:
         """
         self._layout, self._reader, self._spans = layout, reader, spans
         self._arena, self._policy, self._num_experts = arena, policy, num_experts
-        self.guesses = guesses
+        self._guesses = guesses
         self._slots = [_Slot(number) for number in range(arena.count)]
         self._free = list(reversed(self._slots))  # the low ones first, so that few are touched
         self._where: dict[Key, _Slot] = {}
@@ -121,8 +121,8 @@ class ExpertCache:
         self._last_layer = layer
         if self.on_lease is not None:
             self.on_lease(layer, experts)
-        if self.guesses is not None:
-            self.guesses.judge(layer, experts)
+        if self._guesses is not None:
+            self._guesses.judge(layer, experts)
             self._drop_guesses(layer, experts)
         if self._policy is not None:
             self._policy.used(np.array(experts, np.int64) + layer * self._num_experts, self.step)
@@ -134,11 +134,21 @@ class ExpertCache:
         finally:
             self._let_go()
 
-    def guess(self, layer: int, experts: Iterable[int]) -> None:
-        """Begin to read experts that may be wanted soon, into slots that nothing needs now."""
-        for expert in experts:
-            if (layer, expert) in self._where:
-                continue
+    @property
+    def may_guess(self) -> bool:
+        """Tell whether anything is read on a guess."""
+        return self._guesses is not None
+
+    def guess(self, layer: int, ways: Mapping[str, Sequence[int]]) -> None:
+        """Begin to read experts that may be wanted soon, into slots that nothing needs now.
+
+        Args:
+            layer: Which has not been leased in this pass.
+            ways: As for `Guesses.admit`; what is in memory already is passed over.
+        """
+        if self._guesses is None:
+            return
+        for expert in self._guesses.admit(layer, ways, lambda e: (layer, e) in self._where):
             slot = self._take_slot(layer)
             if slot is None:
                 return

@@ -39,7 +39,7 @@ class Policy(Protocol):
 class Recency:
     """Give up what was used longest ago."""
 
-    def __init__(self, num_layers: int, num_experts: int) -> None:
+    def __init__(self, num_layers: int, num_experts: int, num_slots: int = 0) -> None:
         """Start with nothing used."""
         self._last = np.full(num_layers * num_experts, -1, np.int64)
         self._clock = 0
@@ -57,7 +57,13 @@ class Recency:
 class Frequency:
     """Give up what was used least, old uses counting less: half after `half_life` steps."""
 
-    def __init__(self, num_layers: int, num_experts: int, half_life: float = HALF_LIFE) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        num_experts: int,
+        num_slots: int = 0,
+        half_life: float = HALF_LIFE,
+    ) -> None:
         """Start with nothing used."""
         self._half_life = half_life
         self.weight = np.zeros(num_layers * num_experts)
@@ -86,7 +92,7 @@ class Distance:
     by how well each has foretold the choices of late (Bayesian model averaging with forgetting).
     """
 
-    def __init__(self, num_layers: int, num_experts: int) -> None:
+    def __init__(self, num_layers: int, num_experts: int, num_slots: int = 0) -> None:
         """Start with nothing used."""
         self._num_layers, self._num_experts = num_layers, num_experts
         self._half_lives = np.array(HALF_LIVES)[:, None]
@@ -162,8 +168,34 @@ class Distance:
         return out
 
 
-POLICIES: Mapping[str, Callable[[int, int], Policy]] = {
+class Pinned(Distance):
+    """As `Distance`, but what earlier runs used most stays: it fills half of the slots.
+
+    What is pinned is chosen when the heat is restored, and does not change in a run.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, num_slots: int = 0) -> None:
+        """Start with nothing pinned."""
+        super().__init__(num_layers, num_experts, num_slots)
+        self._count = num_slots // 2
+        self._is_pinned = np.zeros(num_layers * num_experts, bool)
+
+    def restore(self, path: Path) -> None:
+        """See `Distance.restore`."""
+        super().restore(path)
+        keys = np.arange(len(self._is_pinned))
+        heat = self._shares(keys, 0)[-1]  # by the longest memory
+        self._is_pinned[np.argsort(-heat, kind="stable")[: self._count]] = True
+
+    def scores(self, keys: Keys, layer: int, step: int) -> Scores:
+        """See `Policy.scores`; a pinned expert leaves only where there is no other."""
+        return np.where(self._is_pinned[keys], -1.0, super().scores(keys, layer, step))
+
+
+# By name; each is made from the numbers of layers, of experts in a layer, and of slots.
+POLICIES: Mapping[str, Callable[[int, int, int], Policy]] = {
     "distance": Distance,
     "frequency": Frequency,
+    "pinned": Pinned,
     "recency": Recency,
 }

@@ -4,16 +4,28 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, Thread
 
 from finback.checkpoint.formats import Bytes
 from finback.errors import ReadError
-from finback.storage.arena import BLOCK, reserve
+from finback.storage.arena import BLOCK, huge_bytes, reserve
+from finback.storage.extents import Extent
 from finback.storage.files import OpenFile
 
 PIECE = 8 << 20
+LEAST_MEMORY = 32 << 20  # four pieces
+MOST_FILES = 48  # open at once
 MEMORY_BYTES = 128 << 20  # more than a cache, as what is read for use: into 32 MB it is 8 % faster
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRate:
+    """What a disk gives at most here, and whether memory was as good as it can be."""
+
+    gbps: float
+    huge_page_share: float | None  # of the memory read into; None where nobody can tell
 
 
 def measure_ceiling(
@@ -22,8 +34,9 @@ def measure_ceiling(
     threads: int = 4,
     piece: int = PIECE,
     memory: Bytes | None = None,
-) -> float | None:
-    """Read pieces at random places of files, as fast as they come: GB/s; None without any.
+    extents: Sequence[Extent] | None = None,
+) -> DiskRate | None:
+    """Read pieces at random places of files, as fast as they come; None without any.
 
     Plain threads with direct reads into huge pages, none of finback's own reader. The bytes are
     thrown away.
@@ -34,13 +47,17 @@ def measure_ceiling(
         threads: Reads at once.
         piece: Bytes of each.
         memory: Where to; some of its own if None, given back at once.
+        extents: Read these, in their order and again, instead of random places.
 
     Raises:
         ReadError: A file cannot be read.
     """
-    places = _places(paths, piece)
+    places = _places(paths, piece) if extents is None else _cut(extents, piece)
+    chosen = set(list(dict.fromkeys(path for path, _ in places))[:MOST_FILES])
+    places = [place for place in places if place[0] in chosen]
     if len(places) < threads:
         return None
+    order = itertools.cycle(places) if extents is not None else iter(places)
     if memory is None or len(memory) < piece * threads:
         memory = reserve(MEMORY_BYTES)
     memory[::BLOCK] = 0  # taken before the clock runs
@@ -50,19 +67,17 @@ def measure_ceiling(
     def work() -> None:
         while time.perf_counter() < stop:
             with lock:
-                if not places:
+                if (place := next(order, None)) is None:
                     return
-                path, offset = places.pop()
                 slot = next(slots)
             part = memory[slot * piece : (slot + 1) * piece]
-            count = _read(files[path], part, offset)
+            count = _read(files[place[0]], part, place[1])
             with lock:
                 done[0] += count
 
     files: dict[Path, OpenFile] = {}
     try:
-        files.update({path: OpenFile(path, direct=True) for path, _ in places[:64]})
-        places = [(path, offset) for path, offset in places if path in files]
+        files.update({path: OpenFile(path, direct=True) for path in chosen})
         workers = [Thread(target=work) for _ in range(threads)]
         start = time.perf_counter()
         stop = start + seconds
@@ -70,7 +85,9 @@ def measure_ceiling(
             worker.start()
         for worker in workers:
             worker.join()
-        return done[0] / (time.perf_counter() - start) / 1e9
+        gbps = done[0] / (time.perf_counter() - start) / 1e9
+        huge = huge_bytes(memory)
+        return DiskRate(gbps, None if huge is None else huge / len(memory))
     except OSError as error:
         raise ReadError(f"{error.filename}: cannot be read ({error.strerror})") from error
     finally:
@@ -85,6 +102,15 @@ def _places(paths: Sequence[Path], piece: int) -> list[tuple[Path, int]]:
         found += [(path, at) for at in range(0, path.stat().st_size - piece, piece)]
     random.Random(time.time_ns()).shuffle(found)
     return [(path, at // BLOCK * BLOCK) for path, at in found]
+
+
+def _cut(extents: Sequence[Extent], piece: int) -> list[tuple[Path, int]]:
+    """Cut what lies in extents into pieces, in order; what is left at the ends is not read."""
+    return [
+        (extent.path, (extent.offset + at) // BLOCK * BLOCK)
+        for extent in extents
+        for at in range(0, extent.num_bytes - piece + 1, piece)
+    ]
 
 
 def _read(file: OpenFile, memory: Bytes, offset: int) -> int:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from finback.errors import DamagedFile
 from finback.storage.arrays import read_arrays
-from finback.storage.policies import POLICIES, Policy
+from finback.storage.policies import POLICIES, Distance, Policy
 
 FORMAT = 1
 MAX_WANTS, MAX_KEYS = 1 << 28, 1 << 26
@@ -130,16 +130,29 @@ class Replay:
     hits: dict[str, float]  # by policy, and "belady": the best that any could
 
 
-def replay(trace: Trace, slots: int, policies: Sequence[str] = tuple(POLICIES)) -> Replay:
-    """Run a trace through caches of `slots` experts; the first use of an expert is no hit."""
+def replay(
+    trace: Trace, slots: int, policies: Sequence[str] | None = None, heat: Path | None = None
+) -> Replay:
+    """Run a trace through caches of `slots` experts; the first use of an expert is no hit.
+
+    Args:
+        policies: All if None, that with pinned experts only where there is heat.
+        heat: What an earlier run has learnt.
+
+    Raises:
+        DamagedFile: `heat` is no heat file of such a model.
+    """
+    if policies is None:
+        policies = [name for name in POLICIES if name != "pinned" or heat is not None]
     if len(trace.experts) == 0:
         return Replay(slots, dict.fromkeys([*policies, "belady"], 0.0))
     wants = len(trace.experts)
-    hits = {
-        name: _replay_policy(trace, slots, POLICIES[name](trace.num_layers, trace.num_experts))
-        / wants
-        for name in policies
-    }
+    hits = {}
+    for name in policies:
+        policy = POLICIES[name](trace.num_layers, trace.num_experts, slots)
+        if heat is not None and isinstance(policy, Distance):
+            policy.restore(heat)
+        hits[name] = _replay_policy(trace, slots, policy) / wants
     return Replay(slots, hits | {"belady": _replay_belady(trace, slots) / wants})
 
 

@@ -1,14 +1,22 @@
 """The commands about disk and memory: profile, trace and replay, convert, memory options."""
 
+import builtins
+import errno
+import io
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from finback.cli.main import exit_code_of
 from finback.kernels.library import instruction_sets
+from finback.llm import LLM
 from tests.conftest import DATA
 
 
@@ -50,6 +58,40 @@ def test_routes_are_recorded_and_replayed(tmp_path: Path) -> None:
     assert bad.returncode == 3
     assert "is no file of finback's" in bad.stderr
     assert finback("replay", trace, "--memory", "nothing").returncode == 2
+
+
+def test_a_model_made_of_links_runs_from_a_disk_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a download's cache: every file a link, some through another link, nothing written."""
+    folder, blobs = tmp_path / "model", tmp_path / "blobs"
+    folder.mkdir()
+    shutil.copytree(DATA / "tiny-k3", blobs)
+    for number, path in enumerate(sorted(blobs.iterdir())):
+        between = blobs / f"link-{number}"
+        between.symlink_to(path.name)
+        (folder / path.name).symlink_to(between if number % 2 else path)
+    opened = io.open
+
+    def refuse(file: Any, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        if set(mode) & set("wax+"):
+            raise OSError(errno.EROFS, "Read-only file system", str(file))
+        return opened(file, mode, *rest, **more)
+
+    for module in (io, builtins):
+        monkeypatch.setattr(module, "open", refuse)
+    monkeypatch.setattr(os, "mkdir", lambda path, *_: refuse(path, "w"))
+    with LLM(folder, expert_slots=2, stream_spine=True) as llm:
+        logits = llm.logits([1, 2, 3])
+        llm._loaded.experts.check()
+        llm._loaded.spine.check()
+    with LLM(DATA / "tiny-k3") as llm:
+        np.testing.assert_array_equal(llm.logits([1, 2, 3]), logits)
+    monkeypatch.setattr(sys, "argv", ["finback", "convert", str(folder), "--spine", "int8"])
+    assert exit_code_of() == 1
+    config = str(DATA / "tiny-k3" / "config.json")
+    monkeypatch.setattr(sys, "argv", ["finback", "synth", str(tmp_path / "new"), "--like", config])
+    assert exit_code_of() == 1
 
 
 @pytest.mark.parametrize("option", ["--trace", "--heat"])

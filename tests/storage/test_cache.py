@@ -105,7 +105,7 @@ def test_every_expert_comes_once_with_its_own_bytes(
     experts = make(file, slots, policy)
     for layer, wanted, guessed in steps:
         assert sorted(visit(experts, layer, sorted(wanted))) == sorted(wanted)
-        experts.guess((layer + 1) % LAYERS, sorted(guessed))
+        experts.guess((layer + 1) % LAYERS, {"router": sorted(guessed)})
     experts._reader.close()
 
 
@@ -123,7 +123,7 @@ def test_a_guess_is_joined_and_a_wrong_one_is_forgotten(
 ) -> None:
     experts = open_cache(6)
     visit(experts, 0, [0])
-    experts.guess(1, [2, 3])
+    experts.guess(1, {"router": [2, 3]})
     visit(experts, 1, [2, 5])
     counts = experts._spans.counts
     assert counts["guesses"] == 2

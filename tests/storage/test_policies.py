@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from finback.errors import DamagedFile
-from finback.storage.policies import POLICIES, Distance, Frequency, Recency
+from finback.storage.policies import POLICIES, Distance, Frequency, Pinned, Recency
 from finback.storage.trace import Trace, load_trace, make_trace, replay
 
 KEYS = np.arange(6)
@@ -130,5 +130,30 @@ def test_heat_is_kept_across_runs(tmp_path: Path) -> None:
         again.restore(tmp_path / "heat.npz")
 
 
+def test_what_earlier_runs_used_most_stays(tmp_path: Path) -> None:
+    first = Distance(1, 6)
+    for step in range(50):
+        first.used(np.array([3, 4]), step)
+    first.save(tmp_path / "heat.npz")
+    policy = Pinned(1, 6, num_slots=4)
+    policy.restore(tmp_path / "heat.npz")
+    for step in range(200):
+        policy.used(np.array([0, 1]), step)
+    assert set(np.argsort(-policy.scores(KEYS, 0, 200))[-2:]) == {3, 4}
+    assert policy.scores(np.array([3, 4]), 0, 200).argmax() in (0, 1)  # there is no other
+
+
+def test_a_replay_with_heat_has_the_pinned_policy(tmp_path: Path) -> None:
+    trace = zipf_trace(200)
+    assert "pinned" not in replay(trace, 16).hits
+    learnt = Distance(4, 32)
+    for at, layer in enumerate(trace.layers.tolist()):
+        wanted = trace.experts[trace.starts[at] : trace.starts[at + 1]]
+        learnt.used(wanted + 32 * layer, at // 4)
+    learnt.save(tmp_path / "heat.npz")
+    hits = replay(trace, 16, heat=tmp_path / "heat.npz").hits
+    assert hits["pinned"] > hits["recency"]
+
+
 def test_all_have_a_name() -> None:
-    assert sorted(POLICIES) == ["distance", "frequency", "recency"]
+    assert sorted(POLICIES) == ["distance", "frequency", "pinned", "recency"]

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from finback.bench import stream
 from finback.bench.stream import measure_stream
 from finback.errors import UsageError
 from finback.planner.synth import cut_down, find_config, synthesise
 from finback.storage.arena import reserve
+from finback.storage.extents import Extent
 from finback.storage.probe import measure_ceiling
 from tests.conftest import DATA
 
@@ -18,7 +20,17 @@ def test_memory_too_small_for_a_piece_is_replaced(tmp_path: Path) -> None:
     for memory in (None, reserve(4096)):
         rate = measure_ceiling([path], seconds=0.05, piece=1 << 16, memory=memory)
         assert rate is not None
-        assert rate > 0
+        assert rate.gbps > 0
+
+
+def test_extents_are_read_again_until_the_time_is_over(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * (1 << 21))
+    extents = [Extent(path, 5000, 1 << 20), Extent(path, 1 << 20, 1 << 18)]
+    rate = measure_ceiling([], seconds=0.1, piece=1 << 16, extents=extents)
+    assert rate is not None
+    assert rate.gbps > 20 * (1 << 16) / 0.1 / 1e9  # more than there is to read once
+    assert measure_ceiling([], extents=[Extent(path, 0, 9)]) is None
 
 
 def test_files_too_small_to_measure_with(tmp_path: Path) -> None:
@@ -32,3 +44,17 @@ def test_a_model_without_experts_has_nothing_to_stream(tmp_path: Path) -> None:
     synthesise(tmp_path / "m", cut_down(config, layers=3, changes={"first_k_dense_replace": 99}))
     with pytest.raises(UsageError, match="has no experts to read"):
         measure_stream(tmp_path / "m", rounds=1)
+
+
+def test_a_measurement_that_fails_closes_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    class Reads(stream._ExpertReads):
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    monkeypatch.setattr(stream, "_ExpertReads", Reads)
+    with pytest.raises(UsageError, match="too small to measure a disk with"):
+        measure_stream(DATA / "tiny-k3", rounds=1)
+    assert len(closed) == 1
