@@ -10,12 +10,13 @@ from finback.errors import RequestError, UsageError
 from finback.units import parse_bytes
 
 MAX_SEED = 2**64 - 1
+MAX_LOGPROBS = 1000
 T = TypeVar("T")
 Activations = Literal["float32", "int16", "int8"]
 DEFAULT_ACTIVATIONS: Activations = "int16"
 POLICY_NAMES = ("distance", "frequency", "pinned", "recency")
 DEFAULT_POLICY = "distance"
-MAY_BE_NONE = ("threads", "context", "expert_slots")
+MAY_BE_NONE = ("threads", "context", "expert_slots", "max_rows", "prompt_rows")
 
 
 def with_known_options(cls: type[T], options: Mapping[str, Any], error: type[Exception]) -> T:
@@ -31,8 +32,11 @@ def with_known_options(cls: type[T], options: Mapping[str, Any], error: type[Exc
 class EngineConfig:
     """How the engine may use the machine. Only `activations` and `spine` change a result."""
 
-    max_rows: int = 256  # tokens computed in one pass over the layers
+    max_rows: int | None = None  # tokens of one pass over the layers; what saves reads if None
     max_sequences: int = 64  # sequences computed together
+    prompt_rows: int | None = (
+        None  # of prompts in a step that an answer waits for; no limit if None
+    )
     context: int | None = None  # tokens of one sequence; 16,384 or what the model holds if less
     # Everything this process may hold: `4GiB`, `50%` of the machine, or `auto`.
     memory: str = "auto"
@@ -68,7 +72,7 @@ class EngineConfig:
             )
         if self.policy == "pinned" and self.heat is None:
             raise UsageError("the policy pinned needs the file of --heat, to know what to pin")
-        for name in ("max_rows", "max_sequences", "read_threads", *MAY_BE_NONE):
+        for name in ("max_sequences", "read_threads", *MAY_BE_NONE):
             value = getattr(self, name)
             if name in MAY_BE_NONE and value is None:
                 continue
@@ -105,6 +109,24 @@ class SamplingParams:
         default=None,
         metadata={"help": "Equal seeds give equal text; chosen and shown if left out."},
     )
+    repetition_penalty: float = field(
+        default=1.0, metadata={"help": "Above 1: tokens of prompt and answer become less likely."}
+    )
+    frequency_penalty: float = field(
+        default=0.0, metadata={"help": "Taken off a token for each time the answer has it."}
+    )
+    presence_penalty: float = field(
+        default=0.0, metadata={"help": "Taken off every token that the answer has."}
+    )
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added, by token id
+    logprobs: int | None = None  # rate the answer's tokens, and give so many of the likeliest
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, from the second on
+    # What the answer must look like, one of them: a JSON schema (as text or as an object), a
+    # regular expression, one of some texts, or a Lark grammar.
+    json_schema: str | bool | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -123,6 +145,14 @@ class SamplingParams:
         self._check_float("temperature", 0.0, 100.0)
         self._check_float("top_p", 0.0, 1.0)
         self._check_float("min_p", 0.0, 1.0)
+        self._check_float("repetition_penalty", 0.01, 100.0)
+        self._check_float("frequency_penalty", -100.0, 100.0)
+        self._check_float("presence_penalty", -100.0, 100.0)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._check_int(name, 0, MAX_LOGPROBS)
+        self._check_bias()
+        self._check_constraints()
         if self.top_p == 0.0:
             raise RequestError("top_p must be above 0; use temperature 0 for the likeliest token")
         self._check_tuple("stop", str, "non-empty strings")
@@ -143,6 +173,30 @@ class SamplingParams:
         ):
             raise RequestError(f"{name} must be a list of {what}")
         object.__setattr__(self, name, values)
+
+    def _check_constraints(self) -> None:
+        names = ("json_schema", "regex", "choice", "grammar")
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise RequestError(f"{' and '.join(given)} exclude each other; give one of them")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise RequestError(f"{name} must be a text, not {reprlib.repr(value)}")
+        if self.choice is not None:
+            self._check_tuple("choice", str, "non-empty strings")
+            if not self.choice:
+                raise RequestError("choice must have at least one text")
+
+    def _check_bias(self) -> None:
+        told = "logit_bias must map token ids to numbers from -1e6 to 1e6"
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(told)
+        for token, bias in self.logit_bias.items():
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise RequestError(told)
+            if not isinstance(bias, int | float) or isinstance(bias, bool) or not abs(bias) <= 1e6:
+                raise RequestError(told)
 
     def _check_int(self, name: str, low: int, high: int | None) -> None:
         value = getattr(self, name)

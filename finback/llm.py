@@ -8,105 +8,58 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, overload
 
+from finback.answer import ChatCompletion, ChatReader, Completion, OpenAnswer, PlainReader, RunStats
 from finback.checkpoint.files import read_json_if_there
 from finback.checkpoint.formats import Array
 from finback.checkpoint.hf import SAMPLING_KEYS, read_sampling, read_stop_ids
 from finback.checkpoint.index import Checkpoint, open_checkpoint
 from finback.config import EngineConfig, SamplingParams, with_known_options
 from finback.engine.engine import Engine
-from finback.engine.sequence import Delta, FinishReason
+from finback.engine.scheduler import StepLimits
+from finback.engine.sequence import Delta, TokenLogprob
 from finback.errors import CheckpointError, FinbackError, RequestError, UsageError
 from finback.hub.local import STORYTELLER, find_model
 from finback.kernels.backends import best_backend
 from finback.models.convert import with_spine
 from finback.models.loading import MemoryPlan, load_model, read_needs
 from finback.planner.memory import plan_memory
-from finback.spans import Profile, Snapshot, Spans
+from finback.spans import Spans
 from finback.storage.arena import reserve
 from finback.storage.extents import Extent
 from finback.storage.probe import LEAST_MEMORY, MEMORY_BYTES, DiskRate, measure_ceiling
 from finback.storage.trace import Recorder
 from finback.text.chat import ChatFormat, ChatOptions, load_chat
-from finback.text.parse import ParsedMessage, Piece, collect
-from finback.text.stream import StopStrings, TextStream
+from finback.text.grammar import Grammars
+from finback.text.parse import Piece, collect
+from finback.text.stream import TextStream
 from finback.text.tokenizer import load_tokenizer, read_tokenizer_config, token_text
 from finback.text.xtml import Message
 
-EVERY = 16  # tokens between two looks at the figures of an answer on its way
+__all__ = ["LLM", "ChatCompletion", "ChatOptions", "Completion", "Request", "RunStats", "Score"]
 RAW_MAX_TOKENS = 256  # a bare text has no end of its own
 logger = logging.getLogger(__name__)
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One of several answers that are written together: a text to continue, or a conversation."""
+
+    prompt: Prompt | None = None
+    messages: Sequence[Message] | None = None
+    options: ChatOptions | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class RunStats:
-    """What one answer cost. Seconds are those of the engine's steps, whoever waits between them."""
+class Score:
+    """How likely a model finds a text: the sum over its rated tokens, in nats."""
 
-    prompt_tokens: int = 0
-    tokens: int = 0
-    prompt: Profile = field(default_factory=Profile)  # up to the answer's first token
-    whole: Profile = field(default_factory=Profile)  # prompt and answer
-    decode: Profile = field(default_factory=Profile)  # the answer's tokens after the first
-    disk_gbps: float | None = None  # the most that this disk gives; None where it was not asked
-
-    @property
-    def prompt_s(self) -> float:
-        """Seconds until the answer's first token."""
-        return self.prompt.wall_s
-
-    @property
-    def decode_s(self) -> float:
-        """Seconds for the answer's tokens after the first."""
-        return self.decode.wall_s
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds of computing, prompt included."""
-        return self.whole.compute_s
-
-    @property
-    def read_s(self) -> float:
-        """Seconds with reads under way, beside computing or not."""
-        return self.whole.read_s
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds in which nothing could be computed until bytes came."""
-        return self.whole.wait_s
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read, prompt included."""
-        return self.whole.bytes_read
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Rate of the answer's tokens after the first, which belongs to the prompt."""
-        return (self.tokens - 1) / self.decode_s if self.decode_s > 0 and self.tokens > 1 else 0.0
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes read for each token of the answer, the prompt's share included."""
-        return self.bytes_read / max(1, self.tokens)
-
-
-@dataclass(slots=True)
-class Completion:
-    """A finished answer. `token_ids` includes the stop token, `text` does not."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    seed: int = 0
-    stats: RunStats = field(default_factory=RunStats)
-
-
-@dataclass(slots=True)
-class ChatCompletion(Completion):
-    """A finished chat answer; `text` is everything the model wrote outside its structure."""
-
-    message: ParsedMessage = field(default_factory=ParsedMessage)
+    logprob: float = 0.0
+    is_greedy: bool = True  # each rated token was the likeliest
+    tokens: list[TokenLogprob] = field(default_factory=list)
 
 
 class LLM:
@@ -126,7 +79,7 @@ class LLM:
         config = with_known_options(EngineConfig, options, UsageError)
         self.folder = STORYTELLER if path is None else find_model(path)
         self.spans = Spans()
-        self._inbox: dict[int, list[Delta]] = {}
+        self._open: dict[int, OpenAnswer] = {}
         self._is_closed, self._heat = False, config.heat
         checkpoint = open_checkpoint(self.folder)
         generation = read_json_if_there(self.folder / "generation_config.json")
@@ -142,17 +95,18 @@ class LLM:
         with self.spans.span("load"):
             needs = read_needs(with_spine(checkpoint, config.spine))
             self.plan = plan_memory(needs, config, ops)
-            config = dataclasses.replace(
-                config,
+            limits = StepLimits(
                 max_rows=self.plan.max_rows,
                 max_sequences=self.plan.max_sequences,
+                prompt_rows=config.prompt_rows,
                 context=self.plan.context,
             )
             self.disk = _measure_disk(checkpoint, self.plan) if self.plan.reads_from_disk else None
             self._loaded = load_model(needs, self.plan, ops, self.spans, config)
         try:
             ends = self._stop_ids(checkpoint.config, generation)
-            self.engine = Engine(self._loaded.model, config, self.spans, ends)
+            self.engine = Engine(self._loaded.model, limits, self.spans, ends)
+            self._grammars = Grammars(self.tokenizer, self._loaded.model.shape.vocab_size)
         except BaseException:
             self.close()
             raise
@@ -181,34 +135,63 @@ class LLM:
         self._loaded.experts.on_lease = recorder.note
         return recorder
 
-    def generate(self, prompt: str | Sequence[int], **sampling: Any) -> Completion:
-        """Continue a text, or token ids.
+    @overload
+    def generate(self, prompt: Prompt, **sampling: Any) -> Completion: ...
+
+    @overload
+    def generate(
+        self, prompt: Sequence[str] | Sequence[Sequence[int]], **sampling: Any
+    ) -> list[Completion]: ...
+
+    def generate(self, prompt: Any, **sampling: Any) -> Completion | list[Completion]:
+        """Continue a text, or token ids; or several of them, computed together.
 
         Args:
+            prompt: One prompt, or a list of prompts, whose answers come in the same order. Of
+                several, one that fails has an `error`, and the others go on.
             sampling: Fields of `SamplingParams`; what is not given comes from the model's
                 `generation_config.json`, and `max_tokens` is 256.
 
         Raises:
-            RequestError: The prompt or an option cannot be used.
+            RequestError: A prompt or an option cannot be used.
         """
+        if isinstance(prompt, list | tuple) and any(
+            isinstance(p, str | list | tuple) for p in prompt
+        ):
+            done = dict(self.batch([Request(prompt=one, sampling=sampling) for one in prompt]))
+            return [done[number] for number in range(len(prompt))]
         out = Completion()
         for text in self.stream(prompt, out, **sampling):
             out.text += text
         return out
 
+    def batch(self, requests: Sequence[Request]) -> Iterator[tuple[int, Completion]]:
+        """Write several answers together: every byte read from the disk serves all of them.
+
+        Gives the place of a request and its answer as they end, a `ChatCompletion` where messages
+        were given.
+        All requests are checked at once; an answer that fails has an `error`, the others go on.
+
+        Raises:
+            RequestError: A request cannot be used; it is named by its place.
+        """
+        answers = []
+        for number, request in enumerate(requests):
+            try:
+                answers.append(self._open_request(request))
+            except RequestError as error:
+                raise type(error)(f"request {number + 1}: {error}") from error
+        return self._all(answers)
+
     def stream(
-        self, prompt: str | Sequence[int], into: Completion | None = None, **sampling: Any
+        self, prompt: Prompt, into: Completion | None = None, **sampling: Any
     ) -> Iterator[str]:
         """Continue a text and give it piece by piece; ids, end and figures are kept in `into`.
 
         See `generate`. An unusable prompt or option is refused at once, not at the first piece.
         """
-        params = self._params({"max_tokens": RAW_MAX_TOKENS} | sampling)
-        if not isinstance(prompt, str | list | tuple):
-            raise RequestError("a prompt is text or a list of token ids")
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self.engine.check_prompt(ids)
-        return self._text_pieces(ids, params, _fresh(into or Completion()))
+        answer = self._open_text(prompt, sampling, _fresh(into or Completion()))
+        return self._texts(answer)
 
     def chat(
         self, messages: Sequence[Message], options: ChatOptions | None = None, **sampling: Any
@@ -233,22 +216,44 @@ class LLM:
     ) -> Iterator[Piece]:
         """Answer a conversation piece by piece; ids, end and figures are kept in `into`.
 
-        Stop strings apply to the content, not to reasoning or calls.
+        Stop strings and constraints apply to the content, not to reasoning or calls; with a
+        constraint the model does not reason first.
         """
-        if not isinstance(messages, list | tuple) or not messages:
-            raise RequestError("messages must be a list with at least one message")
-        if options is not None and not isinstance(options, ChatOptions):
-            raise RequestError("options must be ChatOptions, as ChatOptions(thinking=False)")
-        if self.chat_format is None:
+        answer = self._open_chat(messages, options, sampling, _fresh(into or Completion()))
+        return self._pieces(answer)
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        continuations: Sequence[Prompt],
+        top: int = 0,
+    ) -> list[Score]:
+        """Rate continuations, each after its prompt, many in one pass over the layers.
+
+        Args:
+            prompts: Texts or token ids.
+            continuations: One for each prompt; both are turned into tokens on their own.
+            top: How many of the likeliest tokens are wanted with each.
+
+        Raises:
+            RequestError: A text is empty, too long, or not one of each pair is there.
+        """
+        if len(prompts) != len(continuations):
             raise RequestError(
-                f"{self.folder.name} has no chat format; give it plain text to continue (--raw)"
+                f"{len(prompts)} prompts and {len(continuations)} continuations; give pairs"
             )
-        options = options or ChatOptions()
-        out = _fresh(into or Completion())
-        params = self._params(sampling)
-        prompt = self.chat_format.encode(messages, options)
-        self.engine.check_prompt(prompt)
-        return self._chat_pieces(prompt, params, self.chat_format, options, out)
+        pairs = [
+            (self._ids(prompt), self._ids(continuation))
+            for prompt, continuation in zip(prompts, continuations, strict=True)
+        ]
+        for number, pair in enumerate(pairs, 1):
+            if not all(pair):
+                raise RequestError(f"pair {number}: neither prompt nor continuation may be empty")
+        return self._rate([(before + after, len(before)) for before, after in pairs], top)
+
+    def logprobs(self, texts: Sequence[Prompt], top: int = 0) -> list[Score]:
+        """Rate texts as a whole, each from its second token on. See `score`."""
+        return self._rate([(self._ids(text), 1) for text in texts], top)
 
     def tokenize(self, text: str) -> list[int]:
         """Turn text into ids; special strings count as ordinary text."""
@@ -310,96 +315,154 @@ class LLM:
         params = with_known_options(SamplingParams, defaults | dict(sampling), RequestError)
         return params if params.seed is not None else params.replaced(seed=secrets.randbits(32))
 
-    def _text_pieces(
-        self, ids: list[int], params: SamplingParams, out: Completion
-    ) -> Iterator[str]:
-        text = TextStream(self.tokenizer, params.stop)
-        with closing(self._tokens(ids, params, out)) as tokens:
-            for token in tokens:
-                if piece := text.push(token):
-                    yield piece
-                if text.is_stopped:
-                    out.finish_reason = "stop"
-                    return
-        if piece := text.finish():
-            yield piece
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str | list | tuple):
+            raise RequestError("a prompt is text or a list of token ids")
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _chat_pieces(
+    def _open_request(self, request: Request) -> OpenAnswer:
+        if request.messages is not None:
+            return self._open_chat(
+                request.messages, request.options, request.sampling, ChatCompletion()
+            )
+        if request.prompt is None:
+            raise RequestError("a request needs a prompt or messages")
+        return self._open_text(request.prompt, request.sampling, Completion())
+
+    def _open_text(
+        self, prompt: Prompt, sampling: Mapping[str, Any], out: Completion
+    ) -> OpenAnswer:
+        params = self._params({"max_tokens": RAW_MAX_TOKENS} | dict(sampling))
+        ids = self._ids(prompt)
+        self.engine.check_prompt(ids, params)
+        guide = self._grammars.guide(params, self.engine.stop_ids)
+        return OpenAnswer(
+            ids, params, out, PlainReader(TextStream(self.tokenizer, params.stop)), guide
+        )
+
+    def _open_chat(
         self,
-        prompt: list[int],
-        params: SamplingParams,
-        chat: ChatFormat,
-        options: ChatOptions,
+        messages: Sequence[Message],
+        options: ChatOptions | None,
+        sampling: Mapping[str, Any],
         out: Completion,
-    ) -> Iterator[Piece]:
-        parser, stops = chat.parser(options), StopStrings(params.stop)
-        with closing(self._tokens(prompt, params, out)) as tokens:
-            for token in tokens:
-                for piece in parser.push(token):
-                    yield from _until_stop(piece, stops)
-                if stops.is_stopped:
-                    out.finish_reason = "stop"
-                    return
-        for piece in parser.finish():
-            yield from _until_stop(piece, stops)
-        if rest := stops.finish():
-            yield Piece("content", rest)
+    ) -> OpenAnswer:
+        if not isinstance(messages, list | tuple) or not messages:
+            raise RequestError("messages must be a list with at least one message")
+        if options is not None and not isinstance(options, ChatOptions):
+            raise RequestError("options must be ChatOptions, as ChatOptions(thinking=False)")
+        if self.chat_format is None:
+            raise RequestError(
+                f"{self.folder.name} has no chat format; give it plain text to continue (--raw)"
+            )
+        options, params = options or ChatOptions(), self._params(sampling)
+        ends = self.engine.stop_ids | self.chat_format.content_ends
+        guide = self._grammars.guide(params, ends)
+        if guide is not None:  # the format is that of the content, which comes first then
+            options = dataclasses.replace(options, thinking=False)
+        ids = self.chat_format.encode(messages, options)
+        self.engine.check_prompt(ids, params)
+        reader = ChatReader(self.chat_format.parser(options), params.stop)
+        return OpenAnswer(ids, params, out, reader, guide)
 
-    def _tokens(self, ids: list[int], params: SamplingParams, out: Completion) -> Generator[int]:
-        """Run one sequence and give its tokens but the stop token; the rest goes into `out`."""
-        assert params.seed is not None
-        number = self.engine.add(ids, params)
-        inbox = self._inbox[number] = []
-        out.seed, out.stats.prompt_tokens = params.seed, len(ids)
-        out.stats.disk_gbps = None if self.disk is None else self.disk.gbps
-        totals = Totals(self.spans)
+    def _texts(self, answer: OpenAnswer) -> Iterator[str]:
+        with closing(self._pieces(answer)) as pieces:
+            for piece in pieces:
+                yield piece.text
+
+    def _pieces(self, answer: OpenAnswer) -> Generator[Piece]:
+        """Run one answer, and give its pieces as they come."""
+        number = self._begin(answer)
         try:
-            while out.finish_reason is None:
-                if not inbox:
-                    self._step(number)
-                    totals.settle(out)
-                while inbox:
-                    delta = inbox.pop(0)
+            while True:
+                while answer.pieces:
+                    yield answer.pieces.popleft()
+                if answer.is_over:
+                    break
+                self._step(number)
+                answer.settle()
+            if answer.out.error is not None:
+                raise answer.out.error
+        finally:
+            self._open.pop(number).close()
+
+    def _all(self, answers: list[OpenAnswer]) -> Iterator[tuple[int, Completion]]:
+        """Run answers together, and give each with its place when it ends."""
+        running = {self._begin(answer): place for place, answer in enumerate(answers)}
+        try:
+            while running:
+                self._step(next(iter(running)))
+                for number in [n for n in running if self._open[n].is_over]:
+                    answer = self._open.pop(number)
+                    answer.close()
+                    yield running.pop(number), _collected(answer)
+        finally:
+            for number in running:
+                self._open.pop(number).close()
+
+    def _rate(self, texts: Sequence[tuple[list[int], int]], top: int) -> list[Score]:
+        """Rate the tokens of texts from a place on."""
+        self._refuse_closed()
+        scores = [Score() for _ in texts]
+        running: dict[int, Score] = {}
+        try:
+            for number, (ids, rated_from) in enumerate(texts):
+                try:
+                    running[self.engine.add_text(ids, rated_from, top)] = scores[number]
+                except RequestError as error:
+                    raise type(error)(f"text {number + 1}: {error}") from error
+            while running:
+                self._check_live(next(iter(running)))
+                for delta in self.engine.step():
+                    self._hand_out(delta)
+                    if delta.number not in running:
+                        continue
                     if delta.error is not None:
                         raise delta.error
-                    out.token_ids += delta.token_ids
-                    out.finish_reason = delta.finish_reason
-                    totals.settle(out)
-                    is_stop_token = delta.finish_reason == "stop"
-                    yield from delta.token_ids[: -1 if is_stop_token else None]
+                    running[delta.number].tokens += delta.rated_prompt
+                    if delta.finish_reason is not None:
+                        del running[delta.number]
         finally:
-            del self._inbox[number]
-            if self.engine.abort(number) is not None and out.finish_reason is None:
-                out.finish_reason = "abort"
+            for left in running:
+                self.engine.abort(left)
+        for score in scores:
+            score.logprob = sum(token.logprob for token in score.tokens)
+            score.is_greedy = all(token.rank == 1 for token in score.tokens)
+        return scores
+
+    def _begin(self, answer: OpenAnswer) -> int:
+        self._refuse_closed()
+        disk_gbps = None if self.disk is None else self.disk.gbps
+        number = answer.begin(self.engine, self.spans, disk_gbps)
+        self._open[number] = answer
+        return number
 
     def _step(self, number: int) -> None:
         """Advance every open answer by one step, and keep what others gained for them."""
+        self._check_live(number)
+        for delta in self.engine.step():
+            self._hand_out(delta)
+
+    def _hand_out(self, delta: Delta) -> None:
+        if delta.number in self._open:
+            self._open[delta.number].take(delta)
+
+    def _check_live(self, number: int) -> None:
         if not self.engine.is_live(number):
             raise FinbackError("the answer was dropped: a step for several answers was interrupted")
-        for delta in self.engine.step():
-            if delta.number in self._inbox:
-                self._inbox[delta.number].append(delta)
 
 
-class Totals:
-    """The engine's totals before an answer, to be subtracted as it grows."""
-
-    def __init__(self, spans: Spans) -> None:
-        """Remember the totals."""
-        self._spans, self._start = spans, spans.snapshot()
-        self._first: Snapshot | None = None  # after the prompt
-
-    def settle(self, out: Completion) -> None:
-        """Write what was spent since into the answer's figures."""
-        stats = out.stats
-        if self._first is None:
-            stats.prompt = stats.whole = self._spans.since(self._start)
-            if out.token_ids:
-                self._first = self._spans.snapshot()
-        stats.tokens = len(out.token_ids)
-        if self._first is not None and (out.finish_reason or stats.tokens % EVERY == 0):
-            stats.whole = self._spans.since(self._start)
-            stats.decode = self._spans.since(self._first)
+def _collected(answer: OpenAnswer) -> Completion:
+    """Put the pieces of a finished answer together."""
+    out = answer.out
+    for piece in answer.pieces:
+        if isinstance(out, ChatCompletion):
+            collect(out.message, piece)
+        else:
+            out.text += piece.text
+    if isinstance(out, ChatCompletion):
+        out.text = out.message.content
+    return out
 
 
 def _measure_disk(checkpoint: Checkpoint, plan: MemoryPlan) -> DiskRate | None:
@@ -416,12 +479,3 @@ def _fresh(into: Completion) -> Completion:
     if into.finish_reason is not None or into.token_ids:
         raise RequestError("`into` holds another answer; give a new one")
     return into
-
-
-def _until_stop(piece: Piece, stops: StopStrings) -> Iterator[Piece]:
-    """Let a piece through, content only up to a stop string and in its order."""
-    text = stops.push(piece.text) if piece.kind == "content" else stops.finish()
-    if text:
-        yield Piece("content", text)
-    if piece.kind != "content" and not stops.is_stopped:
-        yield piece

@@ -160,6 +160,16 @@ static void check_feeds(void) {
     for (int t = 0; t < T; t++) ids[t * K] = numbers[t % 3], ids[t * K + 1] = numbers[(t + 1) % 3];
     finback_set_threads(2);
     finback_experts(x, T, ids, K, numbers, list, E, &situ, 0, parts);
+    const int64_t upwards[E] = {0, 4, 9};
+    const finback_weight *sorted[3 * E];
+    for (int i = 0; i < 3; i++)
+      sorted[i] = list[3 + i], sorted[3 + i] = list[i], sorted[6 + i] = list[6 + i];
+    float *shares = floats(T * K), *one = floats(T * D), *other = floats(T * D);
+    finback_combine(parts, ids, shares, T, K, D, one);
+    memset(other, 0, T * D * sizeof(float));
+    finback_add_experts(x, T, ids, shares, K, upwards, sorted, E, &situ, 0, other);
+    for (int i = 0; i < T * D; i++) expect(one[i] == other[i], "sum of experts", one[i], other[i]);
+    free(shares), free(one), free(other);
     for (int e = 0; e < E; e++) {
       finback_mlp(x, T, list + 3 * e, &situ, 0, y);
       for (int at = 0; at < T * K; at++)

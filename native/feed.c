@@ -1,5 +1,5 @@
 /* Gated feed-forwards, y = w2 · glu(w1 · x, w3 · x): one that all rows go through, and routed ones, each
- * for the rows that chose it. Twins: Reference.mlp, Reference.experts, Reference.combine.
+ * for the rows that chose it. Twins: Reference.mlp, experts, add_experts, combine.
  *
  * Whatever the number of experts, the threads meet four times: rows are prepared, all gates and ups
  * are one list of products, their pairs are joined and prepared, all downs are another list. */
@@ -124,9 +124,20 @@ static int64_t rows_of_one(const int64_t *ids, int64_t choices, const int64_t *n
   return largest;
 }
 
-void ISA(experts)(const float *x, int64_t tokens, const int64_t *ids, int64_t top_k,
-                  const int64_t *numbers, const finback_weight *const *weights, int64_t count,
-                  const finback_activation *a, int32_t bits, float *parts) {
+/* y += share · row. */
+static void add(float share, const float *row, int64_t width, float *y) {
+  for (int64_t c = 0; c < width; c += VL) {
+    const int64_t left = width - c;
+    vf_store_part(y + c, vf_fma(vf_set(share), vf_load_part(row + c, left), vf_load_part(y + c, left)),
+                  left);
+  }
+}
+
+/* Results go to parts (T, k, width), or with their shares into y (T, width). */
+static void run_experts(const float *x, int64_t tokens, const int64_t *ids, const float *shares,
+                        int64_t top_k, const int64_t *numbers,
+                        const finback_weight *const *weights, int64_t count,
+                        const finback_activation *a, int32_t bits, float *parts, float *y) {
   if (tokens == 0 || count == 0) return;
   const int64_t width = weights[0]->cols, inner = weights[0]->rows, choices = tokens * top_k;
   /* An expert's rows are never split, so that its weights are read once. */
@@ -149,7 +160,10 @@ void ISA(experts)(const float *x, int64_t tokens, const int64_t *ids, int64_t to
               gates + most * inner, gates + 2 * most * inner, {{0}}, {{0}}};
     run_feed(&f);
     for (int64_t i = 0; i < rows; i++)
-      memcpy(parts + at[i] * width, f.out + i * width, (size_t)width * sizeof(float));
+      if (parts)
+        memcpy(parts + at[i] * width, f.out + i * width, (size_t)width * sizeof(float));
+      else
+        add(shares[at[i]], f.out + i * width, width, y + at[i] / top_k * width);
   }
   free(groups);
   free(at);
@@ -157,16 +171,43 @@ void ISA(experts)(const float *x, int64_t tokens, const int64_t *ids, int64_t to
   free(gates);
 }
 
-void ISA(combine)(const float *parts, const float *shares, int64_t tokens, int64_t top_k,
-                  int64_t width, float *y) {
-  for (int64_t t = 0; t < tokens; t++)
-    for (int64_t c = 0; c < width; c += VL) {
-      const int64_t left = width - c;
-      vf sum = vf_zero();
-      for (int64_t i = 0; i < top_k; i++) {
-        const int64_t at = t * top_k + i;
-        sum = vf_fma(vf_set(shares[at]), vf_load_part(parts + at * width + c, left), sum);
-      }
-      vf_store_part(y + t * width + c, sum, left);
-    }
+void ISA(experts)(const float *x, int64_t tokens, const int64_t *ids, int64_t top_k,
+                  const int64_t *numbers, const finback_weight *const *weights, int64_t count,
+                  const finback_activation *a, int32_t bits, float *parts) {
+  run_experts(x, tokens, ids, NULL, top_k, numbers, weights, count, a, bits, parts, NULL);
+}
+
+void ISA(add_experts)(const float *x, int64_t tokens, const int64_t *ids, const float *shares,
+                      int64_t top_k, const int64_t *numbers, const finback_weight *const *weights,
+                      int64_t count, const finback_activation *a, int32_t bits, float *y) {
+  run_experts(x, tokens, ids, shares, top_k, numbers, weights, count, a, bits, NULL, y);
+}
+
+typedef struct {
+  const float *parts, *shares;
+  const int64_t *ids;
+  int64_t top_k, width;
+  float *y;
+} sums;
+
+static void combine_row(void *context, int64_t t) {
+  const sums *s = context;
+  const int64_t *ids = s->ids + t * s->top_k;
+  float *y = s->y + t * s->width;
+  memset(y, 0, (size_t)s->width * sizeof(float));
+  for (int64_t last = -1, n = 0; n < s->top_k; n++) { /* k is small: the next larger id each time */
+    int64_t next = -1;
+    for (int64_t i = 0; i < s->top_k; i++)
+      if (ids[i] > last && (next < 0 || ids[i] < ids[next])) next = i;
+    if (next < 0) return; /* an id twice, which a router does not give */
+    last = ids[next];
+    const int64_t at = t * s->top_k + next;
+    add(s->shares[at], s->parts + at * s->width, s->width, y);
+  }
+}
+
+void ISA(combine)(const float *parts, const int64_t *ids, const float *shares, int64_t tokens,
+                  int64_t top_k, int64_t width, float *y) {
+  sums s = {parts, shares, ids, top_k, width, y};
+  finback_parallel(tokens, top_k * width / 4, combine_row, &s);
 }

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define FINBACK_ABI 7
+#define FINBACK_ABI 8
 #define FINBACK_API __attribute__((visibility("default")))
 
 /* The number of this interface; the caller refuses a library with another one. */
@@ -73,9 +73,16 @@ FINBACK_API void finback_experts(const float *x, int64_t tokens, const int64_t *
                                  int64_t count, const finback_activation *a, int32_t bits,
                                  float *parts);
 
-/* y = Σ_i shares[t][i] · parts[t][i], in the order of i. */
-FINBACK_API void finback_combine(const float *parts, const float *shares, int64_t tokens,
-                                 int64_t top_k, int64_t width, float *y);
+/* The same added up at once: y (T, w1.cols) += shares (T, k) · each of them, in the order of numbers. */
+FINBACK_API void finback_add_experts(const float *x, int64_t tokens, const int64_t *ids,
+                                     const float *shares, int64_t top_k, const int64_t *numbers,
+                                     const finback_weight *const *weights, int64_t count,
+                                     const finback_activation *a, int32_t bits, float *y);
+
+/* y = Σ_i shares[t][i] · parts[t][i], in the order of ids[t][i], which are different: what
+ * add_experts gives for ascending numbers. */
+FINBACK_API void finback_combine(const float *parts, const int64_t *ids, const float *shares,
+                                 int64_t tokens, int64_t top_k, int64_t width, float *y);
 
 /* --- row by row ----------------------------------------------------------------------------------- */
 

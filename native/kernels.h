@@ -19,10 +19,15 @@
      const finback_weight *const *weights, int64_t count, const finback_activation *a,             \
      int32_t bits, float *parts),                                                                  \
     (x, tokens, ids, top_k, numbers, weights, count, a, bits, parts))                              \
+  K(add_experts,                                                                                   \
+    (const float *x, int64_t tokens, const int64_t *ids, const float *shares, int64_t top_k,       \
+     const int64_t *numbers, const finback_weight *const *weights, int64_t count,                  \
+     const finback_activation *a, int32_t bits, float *y),                                         \
+    (x, tokens, ids, shares, top_k, numbers, weights, count, a, bits, y))                          \
   K(combine,                                                                                       \
-    (const float *parts, const float *shares, int64_t tokens, int64_t top_k, int64_t width,        \
-     float *y),                                                                                    \
-    (parts, shares, tokens, top_k, width, y))                                                      \
+    (const float *parts, const int64_t *ids, const float *shares, int64_t tokens, int64_t top_k,   \
+     int64_t width, float *y),                                                                     \
+    (parts, ids, shares, tokens, top_k, width, y))                                                 \
   K(rms_norm, (const float *x, const float *w, float eps, int64_t rows, int64_t width, float *y),  \
     (x, w, eps, rows, width, y))                                                                   \
   K(mix,                                                                                           \

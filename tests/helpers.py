@@ -53,14 +53,21 @@ def extend(
     """Push ids through a model as one batch: logits of every row."""
     tokens = np.asarray(ids, np.int64)
     run = Run(state, 0, len(tokens))
-    out = model.forward(TokenBatch(tokens, (run,), np.arange(len(tokens)), probe))
+    out = logits_of(model, TokenBatch(tokens, (run,), np.arange(len(tokens)), probe))
     state.position += len(tokens)
     return out
 
 
+def logits_of(model: Model, tokens: TokenBatch) -> np.ndarray:
+    """Run a batch, and give the logits of the rows it wants."""
+    rows = model.forward(tokens)
+    none = np.empty((0, model.shape.vocab_size), np.float32)
+    return np.concatenate([none, *model.logits(rows, 16)])
+
+
 def in_chunks(model: Model, ids: Any, size: int) -> np.ndarray:
     """Push ids through a model `size` at a time."""
-    state = model.new_state()
+    state = SequenceState()
     return np.concatenate(
         [extend(model, state, ids[n : n + size]) for n in range(0, len(ids), size)]
     )

@@ -11,6 +11,7 @@ from finback.checkpoint.safetensors import ITEM_BYTES
 
 Array = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
+Mask = npt.NDArray[np.bool_]
 
 MXFP4_GROUP = 32
 INT4_GROUP = 32

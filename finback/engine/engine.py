@@ -1,5 +1,6 @@
 """The engine: add sequences, step them, abort them. It speaks token ids and never text."""
 
+import dataclasses
 import itertools
 import logging
 import secrets
@@ -9,12 +10,13 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from finback.checkpoint.formats import Array
-from finback.config import EngineConfig, SamplingParams
-from finback.engine.sampler import pick
-from finback.engine.scheduler import Scheduler
-from finback.engine.sequence import Delta, Sequence
+from finback.config import SamplingParams
+from finback.engine.sampler import adjust, pick, rate, refuse_no_numbers
+from finback.engine.scheduler import Batch, Scheduler, StepLimits, Wanted
+from finback.engine.sequence import Constraint, Delta, Sequence
 from finback.errors import ContextTooLong, FinbackError, RequestError
-from finback.models.base import Model, Run, TokenBatch
+from finback.models.base import HEAD_ROWS, Model, Run, TokenBatch
+from finback.models.state import SequenceState
 from finback.spans import Spans
 
 logger = logging.getLogger(__name__)
@@ -24,18 +26,18 @@ class Engine:
     """Pushes sequences through a model, all of them together. For use by one thread."""
 
     def __init__(
-        self, model: Model, config: EngineConfig, spans: Spans, stop_ids: Iterable[int] = ()
+        self, model: Model, limits: StepLimits, spans: Spans, stop_ids: Iterable[int] = ()
     ) -> None:
         """Take a loaded model.
 
         Args:
             stop_ids: Tokens that end an answer unless a request ignores them.
         """
-        self.model, self.spans, self._config = model, spans, config
-        self._stop_ids = frozenset(stop_ids)
+        self.model, self.spans, self._limits = model, spans, limits
+        self.stop_ids = frozenset(stop_ids)
         most = model.shape.max_positions
-        self.context = min(config.context or most, most)  # tokens of a sequence
-        self._scheduler = Scheduler(config)
+        self.context = min(limits.context or most, most)  # tokens of a sequence
+        self._scheduler = Scheduler(limits)
         self._numbers = itertools.count(1)
 
     @property
@@ -43,32 +45,85 @@ class Engine:
         """Tell whether no sequence is left."""
         return len(self._scheduler) == 0
 
-    def add(self, token_ids: Seq[int], sampling: SamplingParams) -> int:
+    def add(
+        self,
+        token_ids: Seq[int],
+        sampling: SamplingParams,
+        constraint: Constraint | None = None,
+        is_background: bool = False,
+    ) -> int:
         """Take in a prompt and give the number its deltas will carry.
+
+        Args:
+            token_ids: The prompt.
+            sampling: How to go on.
+            constraint: What the answer must look like; belongs to this sequence from now on.
+            is_background: Let others go first.
 
         Raises:
             RequestError: The prompt is empty or holds an id outside the vocabulary.
             ContextTooLong: The prompt leaves no room for one token.
         """
         ids = list(token_ids)
-        self.check_prompt(ids)
+        self.check_prompt(ids, sampling)
         room = self.context - len(ids)
         sequence = Sequence(
             number=next(self._numbers),
             tokens=ids,
             sampling=sampling,
             seed=sampling.seed if sampling.seed is not None else secrets.randbits(64),
-            state=self.model.new_state(),
+            state=SequenceState(),
             max_length=len(ids) + min(room, sampling.max_tokens or room),
             stop_ids=frozenset(sampling.stop_token_ids)
-            | (frozenset() if sampling.ignore_eos else self._stop_ids),
+            | (frozenset() if sampling.ignore_eos else self.stop_ids),
+            num_prompt=len(ids),
+            rated_from=len(ids) if sampling.prompt_logprobs is None else 1,
+            constraint=constraint,
+            is_background=is_background,
         )
         self._scheduler.add(sequence)
         return sequence.number
 
-    def check_prompt(self, token_ids: Seq[int]) -> None:
+    def add_text(self, token_ids: Seq[int], rated_from: int, top: int = 0) -> int:
+        """Take in a text to be rated, and give the number its deltas will carry.
+
+        Where it fits into one step its state is dropped layer by layer.
+
+        Args:
+            token_ids: At least two tokens.
+            rated_from: The first token whose likelihood is wanted, from 1.
+            top: How many of the likeliest tokens are wanted with each.
+
+        Raises:
+            RequestError: There are too few tokens, or one outside the vocabulary.
+            ContextTooLong: There are more than the model holds.
+        """
+        ids = list(token_ids)
+        self._check_ids(ids)
+        if not 1 <= rated_from < len(ids):
+            raise RequestError("to rate a token there must be one before it")
+        self._check_length(ids)
+        is_kept = len(ids) - 1 > self._limits.max_rows
+        sequence = Sequence(
+            number=next(self._numbers),
+            tokens=ids,
+            sampling=SamplingParams(prompt_logprobs=top),
+            seed=0,
+            state=SequenceState(is_kept=is_kept),
+            max_length=len(ids),
+            stop_ids=frozenset(),
+            num_prompt=len(ids),
+            rated_from=rated_from,
+            is_background=True,
+        )
+        self._scheduler.add(sequence)
+        return sequence.number
+
+    def check_prompt(self, token_ids: Seq[int], sampling: SamplingParams) -> None:
         """Refuse what `add` would refuse, without adding anything."""
         self._check_ids(token_ids)
+        if sampling.logit_bias:
+            self._check_ids(list(sampling.logit_bias), "logit_bias names tokens by")
         if len(token_ids) >= self.context:
             raise ContextTooLong(
                 f"the prompt has {len(token_ids)} tokens and {self._holder()} holds "
@@ -86,18 +141,13 @@ class Engine:
             return []
         with self.spans.span("step"):
             try:
-                # Damaged weights may overflow; the sampler refuses what comes out of it.
-                with np.errstate(all="ignore"):
-                    logits = self.model.forward(batch.tokens)
+                deltas = self._run(batch)
             except FinbackError as error:
                 return [self._fail(sequence, error) for sequence in batch.sequences]
             except BaseException:
                 for sequence in batch.sequences:
                     self._scheduler.remove(sequence.number)
                 raise
-            for sequence, run in zip(batch.sequences, batch.tokens.runs, strict=True):
-                sequence.state.position += run.stop - run.start
-            deltas = [self._extend(s, row) for s, row in zip(batch.picking, logits, strict=True)]
         self.spans.count("steps", 1)
         self.spans.count("rows", len(batch.tokens.ids))
         logger.debug(
@@ -122,16 +172,15 @@ class Engine:
         """
         ids = list(token_ids)
         self._check_ids(ids)
-        if len(ids) > self.context:
-            raise ContextTooLong(f"{len(ids)} tokens, but {self._holder()} holds {self.context}")
-        state = self.model.new_state()
+        self._check_length(ids)
+        state, rows = SequenceState(), self._limits.max_rows
         parts = []
-        for start in range(0, len(ids), self._config.max_rows):
-            chunk = np.array(ids[start : start + self._config.max_rows], np.int64)
-            rows = np.arange(len(chunk))
+        for start in range(0, len(ids), rows):
+            chunk = np.array(ids[start : start + rows], np.int64)
+            wanted = np.arange(len(chunk))
             with np.errstate(all="ignore"):
-                batch = TokenBatch(chunk, (Run(state, 0, len(chunk)),), rows)
-                parts.append(self.model.forward(batch))
+                hidden = self.model.forward(TokenBatch(chunk, (Run(state, 0, len(chunk)),), wanted))
+                parts += list(self.model.logits(hidden, HEAD_ROWS))
             state.position += len(chunk)
         return np.concatenate(parts)
 
@@ -147,30 +196,98 @@ class Engine:
         is_whole = self.context == self.model.shape.max_positions
         return "the model" if is_whole else "the memory plan (see --context)"
 
-    def _check_ids(self, ids: Seq[int]) -> None:
+    def _check_length(self, ids: Seq[int]) -> None:
+        if len(ids) > self.context:
+            raise ContextTooLong(f"{len(ids)} tokens, but {self._holder()} holds {self.context}")
+
+    def _check_ids(self, ids: Seq[int], where: str = "a prompt is text or") -> None:
         if not ids:
             raise RequestError("the prompt is empty; at least one token is needed")
         size = self.model.shape.vocab_size
         for token_id in ids:
             if not isinstance(token_id, int) or isinstance(token_id, bool):
-                raise RequestError(f"a prompt is text or whole numbers, not {token_id!r}")
+                raise RequestError(f"{where} whole numbers, not {token_id!r}")
             if not 0 <= token_id < size:
                 raise RequestError(f"token id {token_id} is outside the vocabulary of {size}")
 
-    def _extend(self, sequence: Sequence, logits: Array) -> Delta:
-        """Append the next token to a sequence, which may end it."""
+    def _run(self, batch: Batch) -> list[Delta]:
+        """Compute a batch; give what its sequences gained, in their order."""
+        # Damaged weights may overflow; what comes out of it is refused below.
+        with np.errstate(all="ignore"):
+            rows = self.model.forward(batch.tokens)
+            for sequence, run in zip(batch.sequences, batch.tokens.runs, strict=True):
+                sequence.state.position += run.stop - run.start
+            gained: dict[int, Delta] = {}
+            blocks = self.model.logits(rows, HEAD_ROWS)
+            for wanted, logits in zip(batch.wanted, itertools.chain.from_iterable(blocks)):
+                self._take(wanted, logits, gained)
+        for sequence in batch.sequences:
+            if (
+                sequence.is_only_rated
+                and sequence.number in self._scheduler
+                and not sequence.behind
+            ):
+                self._scheduler.remove(sequence.number)
+                sequence.finish_reason = "length"
+                before = gained.get(sequence.number) or Delta(sequence.number)
+                gained[sequence.number] = dataclasses.replace(before, finish_reason="length")
+        return [gained[s.number] for s in batch.sequences if s.number in gained]
+
+    def _take(self, wanted: Wanted, logits: Array, gained: dict[int, Delta]) -> None:
+        """Use logits (V,): rate a token of the prompt, or pick the next one of the answer."""
+        sequence, index = wanted.sequence, wanted.index
+        before = gained.get(sequence.number) or Delta(sequence.number)
+        if before.finish_reason is not None:  # an earlier row has failed
+            return
         try:
-            token = pick(logits, sequence.sampling, sequence.seed, len(sequence.tokens))
+            refuse_no_numbers(logits, index)
+            if wanted.is_pick:
+                gained[sequence.number] = self._extend(sequence, logits, before)
+                return
+            rated = rate(logits, sequence.tokens[index], sequence.sampling.prompt_logprobs or 0)
+            gained[sequence.number] = dataclasses.replace(
+                before, rated_prompt=[*before.rated_prompt, rated]
+            )
         except FinbackError as error:
-            return self._fail(sequence, error)
+            gained[sequence.number] = self._fail(sequence, error)
+
+    def _extend(self, sequence: Sequence, logits: Array, before: Delta) -> Delta:
+        """Append the next token to a sequence, and what must follow it; that may end it."""
+        sampling, limit = sequence.sampling, sequence.constraint
+        allowed = None if limit is None else limit.allowed()
+        answer = sequence.answer
+        adjusted = adjust(logits, sampling, sequence.tokens[: sequence.num_prompt], answer, allowed)
+        token = pick(adjusted, sampling, sequence.seed, len(sequence.tokens))
+        gained = [token]
         sequence.tokens.append(token)
-        if token in sequence.stop_ids:
+        if token in sequence.stop_ids or limit is not None and limit.accept(token):
             sequence.finish_reason = "stop"
-        elif len(sequence.tokens) >= sequence.max_length:
+        elif limit is not None and sampling.logprobs is None:  # those need every token's logits
+            gained += self._append_forced(sequence, limit)
+        if sequence.finish_reason is None and len(sequence.tokens) >= sequence.max_length:
             sequence.finish_reason = "length"
         if sequence.finish_reason is not None:
             self._scheduler.remove(sequence.number)
-        return Delta(sequence.number, [token], sequence.finish_reason)
+        rated = [] if sampling.logprobs is None else [rate(logits, token, sampling.logprobs)]
+        return dataclasses.replace(
+            before,
+            token_ids=gained,
+            finish_reason=sequence.finish_reason,
+            ends_with_stop_token=token in sequence.stop_ids,
+            rated=rated,
+        )
+
+    def _append_forced(self, sequence: Sequence, limit: Constraint) -> list[int]:
+        """Append tokens that leave no choice: they are computed, but nothing is sampled."""
+        gained: list[int] = []
+        for token in limit.forced()[: sequence.max_length - len(sequence.tokens)]:
+            gained.append(token)
+            sequence.tokens.append(token)
+            if limit.accept(token):
+                sequence.finish_reason = "stop"
+                break
+        self.spans.count("forced_tokens", len(gained))
+        return gained
 
     def _fail(self, sequence: Sequence, error: FinbackError) -> Delta:
         self._scheduler.remove(sequence.number)

@@ -1,39 +1,69 @@
 """Who computes how many tokens in the next step.
 
 There are no phases: every sequence has tokens to catch up, one after an answer's last token, many
-after a prompt. Those further along go first, so that answers flow while a long prompt is read; one
-that has begun stays among the first until it ends, so that no more than `max_sequences` ever hold
-a state that was touched.
+after a prompt. Answers go before prompts and interactive ones before those in the background, but
+whoever has waited for long goes first, so that nothing starves. A sequence that has begun keeps its
+place until it ends, so that no more than `max_sequences` ever hold a state.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from finback.config import EngineConfig
 from finback.engine.sequence import Sequence
 from finback.models.base import Run, TokenBatch
+
+IMPATIENT, INTERACTIVE, BACKGROUND = range(3)  # in the order of turns
+PATIENCE = 32  # steps without a row after which a sequence goes first
+PLACES_TO_SHARE = 4  # from so many on, the background leaves one place to others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """What one step may hold. Made from the memory plan."""
+
+    max_rows: int = 256
+    max_sequences: int = 64  # that hold a state
+    # Rows of prompts in a step that an interactive answer waits for; None for no limit of its own.
+    prompt_rows: int | None = None
+    context: int | None = None  # tokens of one sequence; what the model holds if None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A row whose logits are wanted: they rate, or pick, the token at `index` of a sequence."""
+
+    sequence: Sequence
+    index: int
+
+    @property
+    def is_pick(self) -> bool:
+        """Tell whether a new token is to be picked."""
+        return self.index == len(self.sequence.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work: the rows, and the sequence each wanted row belongs to."""
+    """One step's work: the rows, the sequences in the order of runs, and what rows are for."""
 
     tokens: TokenBatch
-    sequences: tuple[Sequence, ...]  # in the order of the runs
-    picking: tuple[Sequence, ...]  # in the order of the wanted rows
+    sequences: tuple[Sequence, ...]
+    wanted: tuple[Wanted, ...]  # in the order of the wanted rows
 
 
 class Scheduler:
-    """Holds the live sequences and fills batches within the configured limits."""
+    """Holds the live sequences and fills batches within the limits."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, limits: StepLimits) -> None:
         """Start without sequences."""
-        self._config = config
+        self._limits = limits
         self._live: dict[int, Sequence] = {}
+        self._step = 0
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence in."""
+        sequence.served_at = self._step
         self._live[sequence.number] = sequence
 
     def remove(self, number: int) -> Sequence | None:
@@ -48,32 +78,67 @@ class Scheduler:
 
     def next_batch(self) -> Batch | None:
         """Fill a batch, or say that there is nothing to do."""
-        waiting = sorted(
-            self._live.values(), key=lambda s: (s.state.position == 0, s.behind > 1, s.number)
-        )
+        self._step += 1
         ids: list[int] = []
         runs: list[Run] = []
-        wanted: list[int] = []
+        rows: list[int] = []
+        wanted: list[Wanted] = []
         chosen: list[Sequence] = []
-        picking: list[Sequence] = []
-        for sequence in waiting[: self._config.max_sequences]:
-            count = min(sequence.behind, self._config.max_rows - len(ids))
-            if count <= 0:
-                break
+        prompt_rows, is_awaited = self._limits.prompt_rows or self._limits.max_rows, False
+        for sequence in sorted(self._with_places(), key=self._rank):
+            room = self._limits.max_rows - len(ids)
+            is_prompt = sequence.behind > 1
+            if is_prompt and is_awaited:
+                room = min(room, prompt_rows)
+            count = min(sequence.behind, room)
+            if count <= 0 or (not sequence.state.is_kept and count < sequence.behind):
+                continue
+            if is_prompt:
+                prompt_rows -= count
+            else:
+                is_awaited |= not sequence.is_background
             start = sequence.state.position
             runs.append(Run(sequence.state, len(ids), len(ids) + count))
+            for index in range(max(start + 1, sequence.rated_from), start + count + 1):
+                if index < sequence.num_prompt or index == len(sequence.tokens):
+                    rows.append(len(ids) + index - start - 1)
+                    wanted.append(Wanted(sequence, index))
             ids += sequence.tokens[start : start + count]
             chosen.append(sequence)
-            if count == sequence.behind:
-                wanted.append(len(ids) - 1)
-                picking.append(sequence)
+            sequence.served_at = self._step
         if not runs:
             return None
-        tokens = TokenBatch(np.array(ids, np.int64), tuple(runs), np.array(wanted, np.int64))
-        return Batch(tokens, tuple(chosen), tuple(picking))
+        tokens = TokenBatch(np.array(ids, np.int64), tuple(runs), np.array(rows, np.int64))
+        return Batch(tokens, tuple(chosen), tuple(wanted))
 
     def check(self) -> None:
         """Test the invariants: every live sequence has something to compute and none has ended."""
         for sequence in self._live.values():
             assert sequence.finish_reason is None
             assert sequence.behind > 0
+        assert sum(self._holds_state(s) for s in self._live.values()) <= self._limits.max_sequences
+
+    def _with_places(self) -> Iterator[Sequence]:
+        """Give those that may be computed: with a state begun, or with a place for a new one."""
+        places = self._limits.max_sequences
+        places -= sum(self._holds_state(sequence) for sequence in self._live.values())
+        kept = 1 if self._limits.max_sequences >= PLACES_TO_SHARE else 0
+        for sequence in sorted(self._live.values(), key=self._rank):
+            if self._holds_state(sequence) or not sequence.state.is_kept:
+                yield sequence
+            elif places > (kept if self._rank(sequence)[0] == BACKGROUND else 0):
+                places -= 1
+                yield sequence
+
+    def _holds_state(self, sequence: Sequence) -> bool:
+        return sequence.state.is_kept and sequence.state.position > 0
+
+    def _rank(self, sequence: Sequence) -> tuple[int, bool, int, int]:
+        """Order sequences: the impatient, answers, prompts; the background after all others."""
+        is_prompt = sequence.behind > 1
+        if self._step - sequence.served_at > PATIENCE:
+            urgency = IMPATIENT
+        else:
+            urgency = BACKGROUND if sequence.is_background else INTERACTIVE
+        # Answers take turns; prompts are finished one after the other.
+        return (urgency, is_prompt, 0 if is_prompt else sequence.served_at, sequence.number)

@@ -1,13 +1,40 @@
 """One request on its way: its tokens, its state, why it ended."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
+from finback.checkpoint.formats import Mask
 from finback.config import SamplingParams
 from finback.errors import FinbackError
 from finback.models.state import SequenceState
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Constraint(Protocol):
+    """What an answer must look like. Belongs to one sequence."""
+
+    def allowed(self) -> Mask:
+        """Tell which tokens (V,) may come next; valid until the next call."""
+        ...
+
+    def accept(self, token: int) -> bool:
+        """Take a token in; true when nothing can follow any more."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Give the tokens that must come next, if there is no choice. They are not accepted yet."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the model found a token: natural logarithms of raw probabilities."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 for the likeliest token
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens with theirs
 
 
 @dataclass(slots=True)
@@ -24,19 +51,44 @@ class Sequence:
     state: SequenceState
     max_length: int  # of prompt and answer together
     stop_ids: frozenset[int]
+    num_prompt: int  # tokens of the prompt
+    rated_from: int  # the first token whose likelihood is wanted; beyond the prompt if none is
+    constraint: Constraint | None = None
+    is_background: bool = False
+    served_at: int = 0  # the last step with rows of this sequence, or the one that it came in
     finish_reason: FinishReason | None = None
 
     @property
     def behind(self) -> int:
-        """Count the tokens not computed yet."""
-        return len(self.tokens) - self.state.position
+        """Count the tokens not computed yet; the last one of a text that is only rated never is."""
+        return len(self.tokens) - self.is_only_rated - self.state.position
+
+    @property
+    def is_only_rated(self) -> bool:
+        """Tell whether nothing is to be written."""
+        return self.max_length == self.num_prompt
+
+    @property
+    def answer(self) -> list[int]:
+        """Give the tokens written so far."""
+        return self.tokens[self.num_prompt :]
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one sequence gained by a step; `error` says why it ended with the reason error."""
+    """What one sequence gained by a step; `error` says why it ended with the reason error.
+
+    `rated` has the likelihoods of `token_ids` where they were asked for, `rated_prompt` those of
+    prompt tokens. A stop token is the last of `token_ids` and no part of the text.
+    """
 
     number: int
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: FinbackError | None = None
+    ends_with_stop_token: bool = False
+    rated: list[TokenLogprob] = field(default_factory=list)
+    rated_prompt: list[TokenLogprob] = field(default_factory=list)
+
+
+__all__ = ["Array", "Constraint", "Delta", "FinishReason", "Sequence", "TokenLogprob"]

@@ -183,33 +183,46 @@ class Cpu:
         self, x: Array, ids: Ids, experts: Experts, activation: Activation, parts: Array
     ) -> None:
         """See `Ops.experts`."""
-        tokens, top_k = ids.shape
-        if ids.dtype != np.int64 or not ids.flags.c_contiguous:
-            raise ValueError(f"ids must be contiguous int64, not {ids.dtype}")
-        width = x.shape[1]
-        addresses: list[int] = []
-        inner = next(iter(experts.values()))["w1"].shape[0] if experts else 0
-        for number, feed in experts.items():
-            addresses += _feed(feed, width, inner, f" of expert {number}")
+        (tokens, top_k), width = ids.shape, x.shape[1]
         self._lib.finback_experts(
             _pointer("x", x, (tokens, width)),
             tokens,
-            ids.ctypes.data,
+            _ids(ids),
             top_k,
-            (c_int64 * len(experts))(*experts),
-            (c_void_p * len(addresses))(*addresses),
+            *_experts(experts, width),
             len(experts),
             byref(_activation(activation)),
             self._bits,
             _pointer("parts", parts, (tokens, top_k, width)),
         )
 
-    def combine(self, parts: Array, shares: Array) -> Array:
+    def add_experts(
+        self, x: Array, ids: Ids, shares: Array, experts: Experts, activation: Activation, y: Array
+    ) -> None:
+        """See `Ops.add_experts`."""
+        (tokens, top_k), width = ids.shape, x.shape[1]
+        self._lib.finback_add_experts(
+            _pointer("x", x, (tokens, width)),
+            tokens,
+            _ids(ids),
+            _pointer("shares", shares, (tokens, top_k)),
+            top_k,
+            *_experts(experts, width),
+            len(experts),
+            byref(_activation(activation)),
+            self._bits,
+            _pointer("y", y, (tokens, width)),
+        )
+
+    def combine(self, parts: Array, ids: Ids, shares: Array) -> Array:
         """See `Ops.combine`."""
         tokens, top_k, width = parts.shape
+        if ids.shape != (tokens, top_k):
+            raise ValueError(f"ids are {ids.shape}, not {(tokens, top_k)}")
         y = np.empty((tokens, width), np.float32)
         self._lib.finback_combine(
             _pointer("parts", parts, parts.shape),
+            _ids(ids),
             _pointer("shares", shares, (tokens, top_k)),
             tokens,
             top_k,
@@ -328,6 +341,21 @@ def _list_of(weights: tuple[Weight, ...]) -> tuple[CArray[c_void_p], list[int]]:
     sizes = list(itertools.accumulate(weight.shape[0] for weight in weights))
     kept[name] = (weights, pointers, sizes) if len(weights) > 1 else (None, pointers, sizes)
     return pointers, sizes
+
+
+def _ids(ids: Ids) -> int:
+    if ids.dtype != np.int64 or not ids.flags.c_contiguous:
+        raise ValueError(f"ids must be contiguous int64, not {ids.dtype}")
+    return ids.ctypes.data
+
+
+def _experts(experts: Experts, width: int) -> tuple[CArray[c_int64], CArray[c_void_p]]:
+    """Give experts' numbers and the addresses of their weights, three each."""
+    addresses: list[int] = []
+    inner = next(iter(experts.values()))["w1"].shape[0] if experts else 0
+    for number, feed in experts.items():
+        addresses += _feed(feed, width, inner, f" of expert {number}")
+    return (c_int64 * len(experts))(*experts), (c_void_p * len(addresses))(*addresses)
 
 
 def _feed(feed: Feed, width: int, inner: int, whose: str) -> tuple[int, int, int]:

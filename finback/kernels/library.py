@@ -15,7 +15,7 @@ import numpy.typing as npt
 import finback.kernels
 from finback.errors import UsageError
 
-ABI = 7
+ABI = 8
 ISAS = ("base", "avx2", "avx512", "neon")
 LIBRARY_NAMES = ("libfinback.so", "libfinback.dylib")
 FORMAT_NUMBERS = {"f32": 0, "bf16": 1, "f16": 2, "mxfp4": 3, "int8": 4, "int4": 5, "fp8": 6}
@@ -87,7 +87,9 @@ _ARGUMENTS = {
     "mlp": (c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_void_p),
     "experts": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p)
     + (c_int32, c_void_p),
-    "combine": (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p),
+    "add_experts": (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64)
+    + (c_void_p, c_int32, c_void_p),
+    "combine": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "rms_norm": (c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p),
     "mix": (c_void_p, c_int64, c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p),
     "gated": (c_void_p, c_void_p, c_int64, c_int64, c_void_p),

@@ -140,8 +140,18 @@ class Ops(Protocol):
         """
         ...
 
-    def combine(self, parts: Array, shares: Array) -> Array:
-        """Sum parts (T, k, D) with shares (T, k), in the order of k: -> (T, D)."""
+    def add_experts(
+        self, x: Array, ids: Ids, shares: Array, experts: Experts, activation: Activation, y: Array
+    ) -> None:
+        """Run experts for the rows that chose them, and add share · result to y (T, D).
+
+        x (T, D), ids and shares (T, k). Experts are added in the order given; in ascending order,
+        in one call or several, they give the bits of `experts` and `combine`.
+        """
+        ...
+
+    def combine(self, parts: Array, ids: Ids, shares: Array) -> Array:
+        """Sum parts (T, k, D) with shares (T, k), in ascending order of ids (T, k): -> (T, D)."""
         ...
 
     def route(self, logits: Array, bias: Array | None, rule: RouterRule) -> tuple[Ids, Array]:

@@ -83,11 +83,20 @@ class Reference:
             rows, places = np.nonzero(ids == number)
             parts[rows, places] = self.mlp(x[rows], w, activation)
 
-    def combine(self, parts: Array, shares: Array) -> Array:
+    def add_experts(
+        self, x: Array, ids: Ids, shares: Array, experts: Experts, activation: Activation, y: Array
+    ) -> None:
+        """See `Ops.add_experts`."""
+        for number, w in experts.items():
+            rows, places = np.nonzero(ids == number)
+            y[rows] += shares[rows, places, None] * self.mlp(x[rows], w, activation)
+
+    def combine(self, parts: Array, ids: Ids, shares: Array) -> Array:
         """See `Ops.combine`."""
-        out: Array = shares[:, 0, None] * parts[:, 0]
-        for place in range(1, shares.shape[1]):
-            out += shares[:, place, None] * parts[:, place]
+        out = np.zeros((len(parts), parts.shape[2]), np.float32)
+        rows = np.arange(len(parts))
+        for places in np.argsort(ids, axis=1).T:
+            out += shares[rows, places, None] * parts[rows, places]
         return out
 
     def route(self, logits: Array, bias: Array | None, rule: RouterRule) -> tuple[Ids, Array]:

@@ -11,8 +11,8 @@ import numpy as np
 from finback.checkpoint.formats import Array
 from finback.checkpoint.hf import Fields
 from finback.kernels.ops import Ops
-from finback.models.base import TokenBatch
-from finback.models.layers import Norm
+from finback.models.base import Run, TokenBatch
+from finback.models.layers import Norm, in_blocks
 from finback.models.state import LatentState
 from finback.models.weights import TensorSpec, Weights
 
@@ -110,6 +110,9 @@ class Mla:
 
     def __call__(self, u: Array, tokens: TokenBatch) -> Array:
         """Compute rows (T, D) -> (T, D), extending each sequence's latent rows."""
+        return in_blocks(self._rows, u, tokens)
+
+    def _rows(self, u: Array, runs: tuple[Run, ...]) -> Array:
         ops, shape = self._ops, self.shape
         q, down, *gate = ops.linears(u, self._in)
         if self._has_query_rank:
@@ -119,11 +122,12 @@ class Mla:
         rows = np.concatenate([latent, down[:, shape.kv_rank :]], axis=1)
         out = np.empty((len(u), shape.num_heads, shape.value_dim), np.float32)
         scale = float(shape.nope_dim + shape.extra_dim) ** -0.5
-        for run in tokens.runs:
-            state = run.state.layers[self.layer]
-            assert isinstance(state, LatentState)
+        for run in runs:
+            state = run.state.enter(self.layer, self.new_state)
             seen = state.append(rows[run.rows])
             out[run.rows] = ops.latent_attention(q[run.rows], seen, self._key, self._value, scale)
+            if not run.is_cut:
+                run.state.leave(self.layer)
         joined = out.reshape(len(u), -1)
         if gate:
             joined = ops.gated(joined, gate[0])

@@ -1,6 +1,6 @@
 """What a family gives, what a step computes, and how a checkpoint finds its family."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
@@ -19,6 +19,8 @@ from finback.models.state import SequenceState
 from finback.models.weights import TensorSpec, Weights
 from finback.storage.cache import ExpertCache
 
+BLOCK_ROWS = 256  # computed together where a layer takes rows in turn
+HEAD_ROWS = 64  # whose logits are in memory together
 ALIASES: Mapping[str, str] = {}  # renamed twins: published model_type -> file here
 
 
@@ -35,7 +37,8 @@ class ModelShape:
     top_k: int
     state_bytes: int
     state_bytes_per_token: int
-    row_bytes: int  # of everything that is in memory for a row of a step, about
+    row_bytes: int  # of a row of a step, through all layers
+    block_row_bytes: int  # besides, of each of the rows that are computed together in a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Run:
     state: SequenceState
     start: int
     stop: int
+    is_cut: bool = False  # more rows of the sequence follow in the same step
 
     @property
     def rows(self) -> slice:
@@ -70,8 +74,26 @@ class TokenBatch:
 
     ids: Ids  # (T,)
     runs: tuple[Run, ...]
-    wanted: npt.NDArray[np.int64]  # (R,) rows whose logits are wanted
+    wanted: npt.NDArray[np.int64]  # (R,) rows whose logits are wanted, ascending
     probe: Probe | None = None
+
+    def blocks(self, size: int = BLOCK_ROWS) -> Iterator[tuple[slice, tuple[Run, ...]]]:
+        """Cut the rows into pieces of at most `size`, each with the parts of runs it holds."""
+        for start in range(0, len(self.ids), size):
+            stop = min(start + size, len(self.ids))
+            yield (
+                slice(start, stop),
+                tuple(
+                    Run(
+                        run.state,
+                        max(run.start, start) - start,
+                        min(run.stop, stop) - start,
+                        run.is_cut or run.stop > stop,
+                    )
+                    for run in self.runs
+                    if run.start < stop and run.stop > start
+                ),
+            )
 
 
 class Model(Protocol):
@@ -79,12 +101,15 @@ class Model(Protocol):
 
     shape: ModelShape
 
-    def new_state(self) -> SequenceState:
-        """Make the memory of a sequence that has seen nothing."""
+    def forward(self, tokens: TokenBatch) -> Array:
+        """Push rows through all layers, advancing the states: -> what the head takes (R, D)."""
         ...
 
-    def forward(self, tokens: TokenBatch) -> Array:
-        """Push rows through all layers, advancing the states: -> logits (R, V) float32."""
+    def logits(self, rows: Array, at_once: int) -> Iterator[Array]:
+        """Turn rows (R, D) into logits, `at_once` rows at a time: -> (at_once, V) float32.
+
+        The head is in memory until the iterator ends or is closed.
+        """
         ...
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from finback.checkpoint.formats import Array
 from finback.checkpoint.hf import Fields
 from finback.kernels.ops import DeltaRows, DeltaWeights, Ops
-from finback.models.base import TokenBatch
+from finback.models.base import Run, TokenBatch
+from finback.models.layers import in_blocks
 from finback.models.state import RecurrentState
 from finback.models.weights import TensorSpec, Weights
 
@@ -116,15 +117,19 @@ class Kda:
 
     def __call__(self, u: Array, tokens: TokenBatch) -> Array:
         """Compute rows (T, D) -> (T, D), advancing each sequence's recurrent state."""
+        return in_blocks(self._rows, u, tokens)
+
+    def _rows(self, u: Array, runs: tuple[Run, ...]) -> Array:
         ops = self._ops
         q, k, v, beta, decay, gate = ops.linears(u, self._in)
         decay = ops.linear(decay, self._decay)
         if not self.shape.full_rank_gate:
             gate = ops.linear(gate, self._gate)
         rows, parts = DeltaRows(q, k, v, decay, beta, gate), []
-        for run in tokens.runs:
-            state = run.state.layers[self.layer]
-            assert isinstance(state, RecurrentState)
-            some = rows if len(tokens.runs) == 1 else rows.part(run.rows)
+        for run in runs:
+            state = run.state.enter(self.layer, self.new_state)
+            some = rows if len(runs) == 1 else rows.part(run.rows)
             parts.append(ops.delta_attention(some, self._rest, state.history, state.matrix))
+            if not run.is_cut:
+                run.state.leave(self.layer)
         return ops.linear(parts[0] if len(parts) == 1 else np.concatenate(parts), self._o)

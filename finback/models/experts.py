@@ -1,14 +1,14 @@
 """A routed feed-forward: few of many streamed experts per token, and what stands around them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from finback.checkpoint.formats import Array
 from finback.checkpoint.hf import Fields
-from finback.kernels.ops import Activation, Ops, RouterRule
-from finback.models.base import TokenBatch
+from finback.kernels.ops import Activation, Experts, Ids, Ops, RouterRule
+from finback.models.base import BLOCK_ROWS, TokenBatch
 from finback.models.layers import Mlp, Norm, mlp_tensors, read_activation
 from finback.models.weights import TensorSpec, Weights
 from finback.storage.cache import ExpertCache
@@ -103,7 +103,9 @@ class MoeShape:
                 yield TensorSpec(full, shape, "expert", expert=(layer, expert))
 
 
-MOST_GUESSED_ROWS = 4  # more rows want most experts anyway
+# From this share of a layer's experts on they are read one after the other, like a whole layer.
+SWEEP_SHARE = 0.6
+Batches = Iterable[Experts]
 
 
 class Moe:
@@ -149,22 +151,45 @@ class Moe:
         if tokens.probe is not None:
             tokens.probe.routed(self.layer, ids, shares)
         z = down[0] if self._has_latent else u
-        parts = np.empty((*ids.shape, z.shape[1]), np.float32)  # (T, k, D)
         # Sorted so that experts lying side by side in a file are read one after the other.
-        union = sorted(set(ids.ravel().tolist()))
+        union = np.unique(ids).tolist()
+        is_sweep = len(union) >= SWEEP_SHARE * self.shape.num_experts or len(u) > BLOCK_ROWS
+        self._spans.count("experts_used", len(union))
         shared: Array | None = None
-        with self._spans.span("experts"), self._experts.lease(self.layer, union) as batches:
+        leased = self._experts.lease(self.layer, union, in_order=is_sweep)
+        with self._spans.span("experts"), leased as batches:
             if self._shared is not None:
                 shared = self._shared(u)  # while experts are on their way
-            self._guess_next(u)
-            for ready in batches:
-                ops.experts(z, ids, ready, self.shape.activation, parts)
-            y = ops.combine(parts, shares)
+            if not is_sweep:
+                self._guess_next(u)
+            y = (self._in_turn if is_sweep else self._as_they_come)(z, ids, shares, batches)
+            if is_sweep:
+                self._read_ahead()
             if self._norm is not None:
                 y = self._norm(y)
             if self._has_latent:
                 y = ops.linear(y, self._up)
         return y if shared is None else y + shared
+
+    def _as_they_come(self, z: Array, ids: Ids, shares: Array, batches: Batches) -> Array:
+        """Compute experts in any order and sum them up in one: (T, D) -> (T, D)."""
+        parts = np.empty((*ids.shape, z.shape[1]), np.float32)  # (T, k, D)
+        for ready in batches:
+            self._ops.experts(z, ids, ready, self.shape.activation, parts)
+        return self._ops.combine(parts, ids, shares)
+
+    def _in_turn(self, z: Array, ids: Ids, shares: Array, batches: Batches) -> Array:
+        """Add experts up as they come in ascending order: the same bits, with less memory."""
+        y = np.zeros_like(z)
+        for ready in batches:
+            self._ops.add_experts(z, ids, shares, ready, self.shape.activation, y)
+        return y
+
+    def _read_ahead(self) -> None:
+        """Go on with the next routed layer, which will want most of its experts too."""
+        if self.following is not None and self._experts.may_guess:
+            everything = {"sweep": range(self.shape.num_experts)}
+            self._experts.guess(self.following.layer, everything, self._experts.num_slots // 2)
 
     def _guess_next(self, u: Array) -> None:
         """Ask for experts of the next routed layer, by its router and what is known so far.
@@ -172,7 +197,7 @@ class Moe:
         A router that is not in memory yet is not asked; the cache guesses by the last choice.
         """
         following = self.following
-        if following is None or not self._experts.may_guess or len(u) > MOST_GUESSED_ROWS:
+        if following is None or not self._experts.may_guess:
             return
         ways = {}
         if following.is_in_memory:

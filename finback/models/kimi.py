@@ -81,18 +81,25 @@ class KimiLayout:
             top_k=self.moe.rule.top_k,
             state_bytes=len(self.kda_layers) * self.kda.state_bytes,
             state_bytes_per_token=num_mla * self.mla.row_width * LATENT_VALUE_BYTES,
-            row_bytes=4 * (self.values_per_row + self.vocab_size),
+            row_bytes=4 * (8 * self.width + self._routed_values),
+            block_row_bytes=4 * self._block_values,
         )
 
     @property
-    def values_per_row(self) -> int:
-        """Count the values that a row of a step needs at most, the logits apart."""
+    def _routed_values(self) -> int:
+        """Count the values of a row around a routed layer: scores, choices, in and out."""
+        moe = self.moe
+        return 2 * moe.num_experts + 4 * moe.rule.top_k + 3 * (moe.latent or moe.width)
+
+    @property
+    def _block_values(self) -> int:
+        """Count the values that a row needs while its block is in a layer, at most."""
         moe, mla = self.moe, self.mla
         outer = moe.latent or moe.width
         heads = mla.num_heads * (mla.nope_dim + mla.extra_dim + 2 * mla.value_dim)
         attention = max(8 * self.kda.inner, 3 * heads)
         feed = 2 * moe.rule.top_k * outer + 2 * max(self.dense_inner, moe.shared_inner)
-        return 12 * self.width + max(attention, feed)
+        return 4 * self.width + max(attention, feed)
 
     def tensors(self) -> Iterator[TensorSpec]:
         """List every tensor both families have."""

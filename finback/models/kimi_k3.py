@@ -4,15 +4,12 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from finback.checkpoint.formats import Array
 from finback.checkpoint.hf import Fields
 from finback.kernels.ops import Ops
 from finback.models.base import ModelShape, TokenBatch
 from finback.models.kimi import KimiLayout, Layer, link_routed
 from finback.models.layers import Norm
-from finback.models.state import SequenceState
 from finback.models.weights import TensorSpec, Weights
 from finback.storage.cache import ExpertCache
 
@@ -117,12 +114,8 @@ class KimiK3:
             weights, f"{PREFIX}model.output_attn_res", norm, eps, ops
         )
 
-    def new_state(self) -> SequenceState:
-        """Make the memory of a sequence that has seen nothing."""
-        return SequenceState([layer.attend.new_state() for layer in self._layers])
-
     def forward(self, tokens: TokenBatch) -> Array:
-        """Push rows through all layers: -> logits (R, V).
+        """Push rows through all layers: -> (R, D).
 
         The bank of block starts begins empty for every token: it is no state.
         """
@@ -135,12 +128,18 @@ class KimiK3:
             with self._spine.lease(f"layer {index}"):
                 with self._spans.span("attention"):
                     a = layer.attend(u, tokens)
+                if index == len(self._layers) - 1:  # only wanted rows are of use from here
+                    a, x = a[tokens.wanted], x[tokens.wanted]
+                    bank = [entry[tokens.wanted] for entry in bank]
                 with self._spans.span("residual"):
                     x = a if layer.is_block_start else x + a
                     u = layer.feed_fold(bank, x)
-                x = x + layer.feed(u, tokens)
+                if len(x):
+                    x = x + layer.feed(u, tokens)
             if tokens.probe is not None:
                 tokens.probe.hidden(index, x)
-        rows = np.asarray(tokens.wanted)
-        u = self._output_fold([entry[rows] for entry in bank], x[rows])
-        return self._head(u)  # (R, V)
+        return self._output_fold(bank, x)
+
+    def logits(self, rows: Array, at_once: int) -> Iterator[Array]:
+        """See `Model.logits`."""
+        return self._head(rows, at_once)

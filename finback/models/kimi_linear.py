@@ -9,7 +9,6 @@ from finback.kernels.ops import Ops
 from finback.models.base import ModelShape, TokenBatch
 from finback.models.kimi import KimiLayout, Layer, link_routed
 from finback.models.layers import Norm
-from finback.models.state import SequenceState
 from finback.models.weights import TensorSpec, Weights
 from finback.storage.cache import ExpertCache
 
@@ -60,18 +59,21 @@ class KimiLinear:
         link_routed(self._layers)
         self._norm = Norm(weights, "model.norm.weight", layout.kimi.eps, ops)
 
-    def new_state(self) -> SequenceState:
-        """Make the memory of a sequence that has seen nothing."""
-        return SequenceState([layer.attend.new_state() for layer in self._layers])
-
     def forward(self, tokens: TokenBatch) -> Array:
-        """Push rows through all layers: -> logits (R, V)."""
+        """Push rows through all layers: -> (R, D)."""
         x = self._embedding(tokens.ids)  # (T, D)
         for index, layer in enumerate(self._layers):
             with self._spine.lease(f"layer {index}"):
                 with self._spans.span("attention"):
                     x = x + layer.attend(layer.attention_norm(x), tokens)
-                x = x + layer.feed(layer.feed_norm(x), tokens)
+                if index == len(self._layers) - 1:  # only wanted rows are of use from here
+                    x = x[tokens.wanted]
+                if len(x):
+                    x = x + layer.feed(layer.feed_norm(x), tokens)
             if tokens.probe is not None:
                 tokens.probe.hidden(index, x)
-        return self._head(self._norm(x[tokens.wanted]))  # (R, V)
+        return self._norm(x)
+
+    def logits(self, rows: Array, at_once: int) -> Iterator[Array]:
+        """See `Model.logits`."""
+        return self._head(rows, at_once)

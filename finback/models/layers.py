@@ -1,13 +1,13 @@
 """Bricks every family uses: embedding, head, dense feed-forward, norm, a config's activation."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from finback.checkpoint.formats import Array
 from finback.checkpoint.hf import Fields
 from finback.kernels.ops import Activation, Ids, Ops
-from finback.models.base import TokenBatch
+from finback.models.base import BLOCK_ROWS, Run, TokenBatch
 from finback.models.weights import Role, TensorSpec, Weights
 
 
@@ -27,6 +27,18 @@ def mlp_tensors(prefix: str, width: int, inner: int, role: Role) -> Iterator[Ten
     yield TensorSpec(f"{prefix}gate_proj.weight", (inner, width), role)
     yield TensorSpec(f"{prefix}up_proj.weight", (inner, width), role)
     yield TensorSpec(f"{prefix}down_proj.weight", (width, inner), role)
+
+
+def in_blocks(
+    compute: Callable[[Array, tuple[Run, ...]], Array], u: Array, tokens: TokenBatch
+) -> Array:
+    """Compute rows (T, D) -> (T, D), so many at a time that what they need is bounded."""
+    if len(u) <= BLOCK_ROWS:
+        return compute(u, tokens.runs)
+    out = np.empty_like(u)
+    for rows, runs in tokens.blocks():
+        out[rows] = compute(u[rows], runs)
+    return out
 
 
 class Mlp:
@@ -84,7 +96,12 @@ class Head:
         self._matrix, self._group = weights.matrix(name), group
         self._spine, self._spans, self._ops = weights.spine, weights.spans, ops
 
-    def __call__(self, x: Array) -> Array:
-        """Give logits: (R, D) -> (R, V)."""
-        with self._spine.lease(self._group), self._spans.span("head"):
-            return self._ops.linear(x, self._matrix)
+    def __call__(self, x: Array, at_once: int) -> Iterator[Array]:
+        """Give logits, some rows at a time: (R, D) -> (at_once, V) until there are R."""
+        if len(x) == 0:
+            return
+        with self._spine.lease(self._group):
+            for start in range(0, len(x), at_once):
+                with self._spans.span("head"):
+                    logits = self._ops.linear(x[start : start + at_once], self._matrix)
+                yield logits

@@ -1,6 +1,8 @@
 """One sequence's memory: per layer a recurrent matrix with convolution rows, or latent rows."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -48,16 +50,33 @@ class LatentState:
 
 
 LayerState = RecurrentState | LatentState
+State = TypeVar("State", RecurrentState, LatentState)
 
 
 @dataclass(slots=True)
 class SequenceState:
-    """All layers' memory of one sequence after `position` tokens. Belongs to its sequence."""
+    """All layers' memory of one sequence after `position` tokens. Belongs to its sequence.
 
-    layers: list[LayerState]
+    A layer's part is made when the layer first sees the sequence. Where nothing follows what is
+    computed now (`is_kept` is false), it is dropped when the layer has seen all of it.
+    """
+
+    layers: dict[int, LayerState] = field(default_factory=dict)
     position: int = 0
+    is_kept: bool = True
+
+    def enter(self, layer: int, make: Callable[[], State]) -> State:
+        """Give a layer's part, made anew if there is none; the layer always makes one kind."""
+        if layer not in self.layers:
+            self.layers[layer] = make()
+        return cast(State, self.layers[layer])
+
+    def leave(self, layer: int) -> None:
+        """Tell that a layer has seen all rows of this step."""
+        if not self.is_kept:
+            del self.layers[layer]
 
     @property
     def num_bytes(self) -> int:
         """Count the bytes of all layers."""
-        return sum(layer.num_bytes for layer in self.layers)
+        return sum(layer.num_bytes for layer in self.layers.values())

@@ -7,11 +7,12 @@ comes before experts: a byte of it is read again for every step, one of an exper
 """
 
 from dataclasses import dataclass
-from math import prod
+from math import ceil, log, log1p, prod
 
 from finback.config import EngineConfig
 from finback.errors import CapacityError
 from finback.kernels.ops import Ops
+from finback.models.base import BLOCK_ROWS, HEAD_ROWS, ModelShape
 from finback.models.loading import MemoryPlan, Needs
 from finback.storage.memory import Limits, read_limits
 from finback.storage.spine import Group, buffer_sizes
@@ -20,6 +21,8 @@ from finback.units import human_bytes, parse_bytes
 CONTEXT = 16_384  # tokens of a sequence, unless more is asked for
 MARGIN = 48 << 20  # threads, fragments, what nobody counts
 MOST_OF_STATES, MOST_OF_ROWS = 0.25, 0.125  # shares of the budget
+MOST_OF_ASKED_ROWS = 0.5  # where a number of rows was asked for
+LEAST_ROWS = 256  # of a step, where memory allows
 SPARE_SLOTS = 4  # besides the experts of one token, so that reads never wait for computing
 
 
@@ -41,7 +44,7 @@ def plan_memory(
     spine = _Spine.of(needs, ops)
     minimum = fixed | {
         f"one sequence of {context} tokens": per_sequence,
-        "one row": shape.row_bytes,
+        "one row": rows_bytes(shape, 1),
         spine.least_is: spine.least,
         "one expert": slot,
     }
@@ -52,8 +55,8 @@ def plan_memory(
     sequences = 1 + min(
         config.max_sequences - 1, int(spare * MOST_OF_STATES) // max(1, per_sequence)
     )
-    rows = 1 + min(config.max_rows - 1, int(spare * MOST_OF_ROWS) // shape.row_bytes)
-    parts = fixed | {"states": sequences * per_sequence, "rows": rows * shape.row_bytes}
+    rows = _rows(shape, config, spare)
+    parts = fixed | {"states": sequences * per_sequence, "rows": rows_bytes(shape, rows)}
     left = budget - sum(parts.values())
     streamed = spine.streamed(left - wanted * slot, config.stream_spine)
     parts["spine"] = spine.bytes_with(streamed)
@@ -71,6 +74,36 @@ def plan_memory(
         context=context,
         reads_from_disk=bool(streamed) or slots < needs.num_experts,
     )
+
+
+def rows_bytes(shape: ModelShape, rows: int) -> int:
+    """Give the bytes of a step: of all rows, of a block in a layer, and of some at the head."""
+    block, at_head = min(rows, BLOCK_ROWS), min(rows, HEAD_ROWS)
+    return rows * shape.row_bytes + block * shape.block_row_bytes + at_head * 4 * shape.vocab_size
+
+
+def sweep_rows(shape: ModelShape) -> int:
+    """Give from how many rows on more of them save hardly any reading of experts.
+
+    B rows of uniform routes use the share 1 − (1 − k/E)^B of a layer's experts. When that is 99 %
+    a step reads nearly everything; sixteen times as many rows read a sixteenth of it each.
+    """
+    if not shape.routed_layers or shape.top_k >= shape.num_experts:
+        return LEAST_ROWS
+    whole = log(0.01) / log1p(-shape.top_k / shape.num_experts)
+    return max(LEAST_ROWS, ceil(16 * whole))
+
+
+def _rows(shape: ModelShape, config: EngineConfig, spare: int) -> int:
+    """Choose the rows of a step: what was asked for or is of use, as far as there is memory."""
+    wanted = config.max_rows or sweep_rows(shape)
+    share = MOST_OF_ROWS if config.max_rows is None else MOST_OF_ASKED_ROWS
+    room = int(spare * share) + rows_bytes(shape, 1)
+    low, high = 1, wanted
+    while low < high:  # the largest number that fits
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if rows_bytes(shape, middle) <= room else (low, middle - 1)
+    return low
 
 
 @dataclass(frozen=True, slots=True)

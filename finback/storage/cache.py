@@ -5,6 +5,7 @@ that are there, then each as its bytes arrive. There may be fewer slots than exp
 what has been computed makes room for the next.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,13 +100,14 @@ class ExpertCache:
 
     @contextmanager
     def lease(
-        self, layer: int, experts: Sequence[int]
+        self, layer: int, experts: Sequence[int], in_order: bool = False
     ) -> Iterator[Iterator[Mapping[int, Matrices]]]:
         """Bring experts of one layer into memory.
 
         Args:
             layer: Counted from 0 over all layers, routed or not.
             experts: Numbers without repeats, in any order.
+            in_order: Hand them over in ascending order, whatever comes first.
 
         Yields:
             Batches of experts by number, each expert once: matrices by name, read-only, valid
@@ -129,8 +131,12 @@ class ExpertCache:
         self._let_go()  # of what an interrupted lease has left
         held = self._held
         try:
-            todo = self._begin_all(layer, self._hold(layer, experts, held), held)
-            yield self._batches(layer, todo, held)
+            if in_order:
+                todo = self._hold(layer, sorted(experts), held)
+                yield self._in_order(layer, sorted(experts), todo, held)
+            else:
+                todo = self._begin_all(layer, self._hold(layer, experts, held), held)
+                yield self._batches(layer, todo, held)
         finally:
             self._let_go()
 
@@ -139,16 +145,21 @@ class ExpertCache:
         """Tell whether anything is read on a guess."""
         return self._guesses is not None
 
-    def guess(self, layer: int, ways: Mapping[str, Sequence[int]]) -> None:
+    def guess(self, layer: int, ways: Mapping[str, Sequence[int]], most: int | None = None) -> None:
         """Begin to read experts that may be wanted soon, into slots that nothing needs now.
 
         Args:
             layer: Which has not been leased in this pass.
             ways: As for `Guesses.admit`; what is in memory already is passed over.
+            most: Experts at most; few if None.
         """
         if self._guesses is None:
             return
-        for expert in self._guesses.admit(layer, ways, lambda e: (layer, e) in self._where):
+
+        def is_there(expert: int) -> bool:
+            return (layer, expert) in self._where
+
+        for expert in self._guesses.admit(layer, ways, is_there, most):
             slot = self._take_slot(layer)
             if slot is None:
                 return
@@ -249,6 +260,50 @@ class ExpertCache:
             for expert in ready:
                 self._unpin(held.pop(expert))
             todo = self._begin_all(layer, todo, held)
+
+    def _in_order(
+        self, layer: int, order: list[int], todo: list[int], held: dict[int, _Slot]
+    ) -> Iterator[Mapping[int, Matrices]]:
+        """Hand experts over in their order; reads run ahead as far as there are slots."""
+        todo, at = self._begin_all(layer, todo, held), 0
+        while at < len(order):
+            if order[at] not in held:
+                todo = self._make_way(layer, order[at], todo, held)
+                continue
+            ready: dict[int, _Slot] = {}
+            for expert in itertools.islice(order, at, None):
+                slot = held.get(expert)
+                if slot is not None and slot.ticket is not None and slot.ticket.is_done:
+                    self._settle(slot)
+                if slot is None or slot.ticket is not None:
+                    break
+                ready[expert] = slot
+            if not ready:
+                ticket = held[order[at]].ticket
+                assert ticket is not None
+                with self._spans.span("wait"):
+                    self._reader.wait_any([ticket])
+                continue
+            yield {expert: slot.matrices for expert, slot in ready.items()}
+            for expert in ready:
+                self._unpin(held.pop(expert))
+            at += len(ready)
+            todo = self._begin_all(layer, todo, held)
+
+    def _make_way(
+        self, layer: int, expert: int, todo: list[int], held: dict[int, _Slot]
+    ) -> list[int]:
+        """Begin to read the expert whose turn it is although every slot is taken by later ones."""
+        if held:
+            last = max(held)
+            self._unpin(held.pop(last))
+            todo = sorted([*todo, last])
+            self._settle_guesses()
+        todo = self._begin_all(layer, todo, held)
+        if expert not in held and not held:
+            self._wait_for_a_guess()
+            todo = self._begin_all(layer, todo, held)
+        return todo
 
     def _arrived(self, layer: int, held: dict[int, _Slot]) -> dict[int, _Slot]:
         """Wait for the next of the experts on their way; give all that have come."""

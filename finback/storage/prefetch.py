@@ -26,7 +26,11 @@ class Guesses:
         self._chosen: dict[int, Sequence[int]] = {}
 
     def admit(
-        self, layer: int, ways: Mapping[str, Sequence[int]], is_there: Callable[[int], bool]
+        self,
+        layer: int,
+        ways: Mapping[str, Sequence[int]],
+        is_there: Callable[[int], bool],
+        most: int | None = None,
     ) -> Sequence[int]:
         """Note what is guessed for a layer, and give what is worth reading.
 
@@ -35,11 +39,12 @@ class Guesses:
             ways: Experts by what they are guessed from, likeliest first; the last choice is
                 known here and joins them.
             is_there: Tells which experts need no read.
+            most: Experts at most; the usual number if None.
         """
         guesses = {}
         for way, some in {**ways, AGAIN: self._chosen.get(layer, ())}.items():
             missing = (expert for expert in some if not is_there(expert))
-            guesses[way] = tuple(itertools.islice(missing, self.most))
+            guesses[way] = tuple(itertools.islice(missing, most or self.most))
         self._last[layer] = guesses = {way: some for way, some in guesses.items() if some}
         best = max(guesses, key=lambda way: self._chance(layer, way), default="")
         return guesses[best] if best and self._chance(layer, best) >= GOOD_ENOUGH else ()

@@ -26,6 +26,8 @@ class ChatOptions:
 class ChatFormat(Protocol):
     """How a model wants conversations written, and how its answers are read."""
 
+    content_ends: frozenset[int]  # tokens that end an answer's content, besides stop tokens
+
     def encode(self, messages: Sequence[Message], options: ChatOptions) -> list[int]:
         """Give the ids of a conversation up to where the model's answer begins.
 
@@ -45,6 +47,7 @@ class XtmlChat:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Write with a vocabulary that has the four structure tokens."""
         self._tokenizer = tokenizer
+        self.content_ends = frozenset({tokenizer.specials[CLOSE]})
 
     def encode(self, messages: Sequence[Message], options: ChatOptions) -> list[int]:
         """See `ChatFormat.encode`."""
@@ -68,6 +71,8 @@ class XtmlChat:
 
 class TemplateChat:
     """The jinja template of a checkpoint."""
+
+    content_ends: frozenset[int] = frozenset()
 
     def __init__(
         self, tokenizer: Tokenizer, source: str, special_strings: Mapping[str, str]

@@ -9,8 +9,9 @@ from safetensors.numpy import load_file
 from finback.kernels.cpu import Cpu
 from finback.kernels.library import instruction_sets
 from finback.models.base import Run, TokenBatch
+from finback.models.state import SequenceState
 from tests.conftest import DATA
-from tests.helpers import Recorder, extend, in_chunks, load
+from tests.helpers import Recorder, extend, in_chunks, load, logits_of
 
 pytestmark = pytest.mark.skipif(
     not instruction_sets(), reason="needs the native library: install a C compiler and reinstall"
@@ -26,7 +27,7 @@ def isa(request: pytest.FixtureRequest) -> str:
 def test_logits_and_routes_agree_with_float64(tiny: Path, isa: str) -> None:
     reference = load_file(tiny / "reference.safetensors")
     model, seen = load(tiny, ops=Cpu(isa=isa)), Recorder()
-    logits = extend(model, model.new_state(), reference["input_ids"], seen)
+    logits = extend(model, SequenceState(), reference["input_ids"], seen)
     assert np.abs(logits - reference["logits_f64"]).max() < 1e-3
     assert (logits.argmax(-1) == reference["logits_f64"].argmax(-1)).all()
     np.testing.assert_array_equal(
@@ -46,9 +47,9 @@ def test_the_same_bits_beside_other_sequences(tiny: Path, isa: str) -> None:
     ids = load_file(tiny / "reference.safetensors")["input_ids"].astype(np.int64)
     model = load(tiny, ops=Cpu(threads=2, isa=isa))
     alone = [in_chunks(model, part, len(part)) for part in (ids[:9], ids[9:12], ids[12:])]
-    states = [model.new_state() for _ in range(3)]
+    states = [SequenceState() for _ in range(3)]
     runs = tuple(Run(s, a, b) for s, a, b in zip(states, (0, 9, 12), (9, 12, 40), strict=True))
-    together = model.forward(TokenBatch(ids, runs, np.arange(40)))
+    together = logits_of(model, TokenBatch(ids, runs, np.arange(40)))
     np.testing.assert_array_equal(together, np.concatenate(alone))
 
 

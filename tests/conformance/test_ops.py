@@ -274,7 +274,7 @@ def test_no_rows_are_no_work(ops: Ops) -> None:
     act = Activation("situ", 4.0, 25.0)
     parts = np.empty((0, 2, 32), np.float32)
     ops.experts(none, np.empty((0, 2), np.int64), {1: {"w1": w, "w2": w, "w3": w}}, act, parts)
-    assert ops.combine(parts, np.empty((0, 2), np.float32)).shape == (0, 32)
+    assert ops.combine(parts, np.empty((0, 2), np.int64), none[:, :2]).shape == (0, 32)
     assert ops.mix([none, none], normal(32), normal(32), 1e-5).shape == (0, 32)
     assert ops.rms_norm(none, normal(32), 1e-5).shape == (0, 32)
     assert ops.route(none, None, rule())[0].shape == (0, 2)
@@ -394,7 +394,25 @@ def test_experts_compute_the_rows_that_chose_them(ops: Ops) -> None:
                 parts[t, place], expected, atol=1e-6 * np.abs(expected).max()
             )
     shares = normal(4, 2)
-    close(ops.combine(parts, shares), (shares[:, :, None] * parts).sum(1))
+    close(ops.combine(parts, ids, shares), (shares[:, :, None] * parts).sum(1))
+
+
+def test_experts_added_up_in_pieces_give_the_bits_of_their_sum(ops: Ops) -> None:
+    act, rng = Activation("situ", 4.0, 25.0), np.random.default_rng(3)
+    shapes = {"w1": (20, 64), "w2": (64, 20), "w3": (20, 64)}
+    experts = {e: {n: weight(normal(*shape)) for n, shape in shapes.items()} for e in range(9)}
+    x, shares = normal(33, 64), normal(33, 4)
+    ids = np.argsort(rng.random((33, 9)), 1)[:, :4].copy()
+    parts = np.empty((33, 4, 64), np.float32)
+    for number in rng.permutation(9):
+        ops.experts(x, ids, {int(number): experts[int(number)]}, act, parts)
+    whole = ops.combine(parts, ids, shares)
+    for cuts in ((0, 9), (0, 1, 5, 9), range(10)):
+        y = np.zeros((33, 64), np.float32)
+        for start, stop in itertools.pairwise(cuts):
+            some = {e: experts[e] for e in range(start, stop)}
+            ops.add_experts(x, ids, shares, some, act, y)
+        np.testing.assert_array_equal(y, whole)
 
 
 def test_more_rows_than_are_computed_at_once(ops: Ops) -> None:

@@ -1,15 +1,16 @@
 """The engine with a model whose logits are chosen: the next token is the last one plus one."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from finback.config import EngineConfig, SamplingParams
+from finback.config import SamplingParams
 from finback.engine.engine import Engine
+from finback.engine.scheduler import StepLimits
 from finback.errors import ContextTooLong, DamagedFile, ReadError, RequestError
 from finback.models.base import ModelShape, TokenBatch
-from finback.models.state import SequenceState
 from finback.spans import Spans
 
 VOCAB = 50
@@ -18,13 +19,10 @@ VOCAB = 50
 class Counting:
     """Predicts the successor of every token and records the batches it is given."""
 
-    shape = ModelShape(1, 1, VOCAB, 40, (), 1, 1, 0, 0, 0)
+    shape = ModelShape(1, 1, VOCAB, 40, (), 1, 1, 0, 0, 0, 0)
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
-
-    def new_state(self) -> SequenceState:
-        return SequenceState([])
 
     def forward(self, tokens: TokenBatch) -> np.ndarray:
         self.batches.append([run.stop - run.start for run in tokens.runs])
@@ -32,10 +30,14 @@ class Counting:
         out[np.arange(len(out)), (tokens.ids[tokens.wanted] + 1) % VOCAB] = 9
         return out
 
+    def logits(self, rows: np.ndarray, at_once: int) -> Iterator[np.ndarray]:
+        for start in range(0, len(rows), at_once):
+            yield rows[start : start + at_once]
+
 
 def engine_of(stop_ids: tuple[int, ...] = (), **options: Any) -> tuple[Engine, Counting]:
     model = Counting()
-    return Engine(model, EngineConfig(**options), Spans(), stop_ids), model
+    return Engine(model, StepLimits(**options), Spans(), stop_ids), model
 
 
 GREEDY = SamplingParams(temperature=0)
@@ -107,7 +109,7 @@ class Failing(Counting):
 
 def test_a_step_that_fails_ends_its_sequences_with_the_error() -> None:
     model = Failing(7, ReadError("the disk is gone"))
-    engine = Engine(model, EngineConfig(max_sequences=2), Spans())
+    engine = Engine(model, StepLimits(max_sequences=2), Spans())
     engine.add([5], GREEDY.replaced(max_tokens=9))
     engine.add([20], GREEDY.replaced(max_tokens=9))
     waiting = engine.add([30], GREEDY.replaced(max_tokens=2))
@@ -119,7 +121,7 @@ def test_a_step_that_fails_ends_its_sequences_with_the_error() -> None:
 
 
 def test_an_interrupted_step_drops_its_sequences() -> None:
-    engine = Engine(Failing(6, KeyboardInterrupt()), EngineConfig(), Spans())
+    engine = Engine(Failing(6, KeyboardInterrupt()), StepLimits(), Spans())
     number = engine.add([5], GREEDY)
     engine.step()
     with pytest.raises(KeyboardInterrupt):
@@ -129,7 +131,7 @@ def test_an_interrupted_step_drops_its_sequences() -> None:
 
 
 def test_logits_that_are_no_numbers_end_their_sequence_alone() -> None:
-    engine = Engine(Failing(7, None), EngineConfig(), Spans())
+    engine = Engine(Failing(7, None), StepLimits(), Spans())
     bad = engine.add([5], GREEDY.replaced(max_tokens=9))
     good = engine.add([20], GREEDY.replaced(max_tokens=5))
     ended = {}
@@ -205,7 +207,7 @@ def test_logits_of_every_position_in_chunks() -> None:
 def test_no_more_sequences_have_begun_than_may() -> None:
     """A prompt of one token does not pass a long one that is half read."""
     model = Counting()
-    engine = Engine(model, EngineConfig(max_sequences=1, max_rows=2), Spans())
+    engine = Engine(model, StepLimits(max_sequences=1, max_rows=2), Spans())
     long = engine.add([1, 2, 3, 4, 5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True))
     engine.step()
     engine.add([1], SamplingParams(max_tokens=2, ignore_eos=True))

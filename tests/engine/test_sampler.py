@@ -101,7 +101,7 @@ def test_very_low_temperatures_do_not_overflow() -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_damaged_logits_are_an_error(bad: float) -> None:
     with pytest.raises(DamagedFile, match="no numbers at position 3"):
-        pick(np.array([0, bad], np.float32), SamplingParams(), 1, 3)
+        refuse_no_numbers(np.array([0, bad], np.float32), 3)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from finback.checkpoint.hf import Fields
 from finback.kernels.cpu import Cpu
 from finback.kernels.library import instruction_sets
 from finback.models import kimi_k3
-from finback.models.state import RecurrentState
+from finback.models.state import RecurrentState, SequenceState
 from tests.conftest import DATA
 from tests.helpers import Recorder, extend, load
 
@@ -75,7 +75,7 @@ def test_a_decode_step_after_a_prompt(golden: tuple[Path, dict], isa: str | None
     folder, expected = golden
     model = load(folder, ops=None if isa is None else Cpu(isa=isa))
     assert model.shape.num_layers == 93
-    state = model.new_state()
+    state = SequenceState()
     extend(model, state, expected["prompt_ids"])
 
     def kda_state(layer: int) -> np.ndarray:

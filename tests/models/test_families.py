@@ -7,8 +7,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from finback.models.base import Run, TokenBatch
+from finback.models.state import SequenceState
 from tests.conftest import DATA
-from tests.helpers import Recorder, extend, in_chunks, load
+from tests.helpers import Recorder, extend, in_chunks, load, logits_of
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 16, 40])
@@ -23,7 +24,7 @@ def test_logits_agree_with_float64_whatever_the_chunks(tiny: Path, size: int) ->
 def test_hidden_states_and_routes_agree_layer_by_layer(tiny: Path) -> None:
     reference = load_file(tiny / "reference.safetensors")
     model, seen = load(tiny), Recorder()
-    extend(model, model.new_state(), reference["input_ids"], seen)
+    extend(model, SequenceState(), reference["input_ids"], seen)
     hidden = reference["hidden_after_layer_f32"]
     assert len(seen.layers) == len(hidden)
     for layer, x in enumerate(seen.layers):
@@ -45,9 +46,9 @@ def test_the_same_bits_beside_other_sequences(tiny: Path) -> None:
     ids = load_file(tiny / "reference.safetensors")["input_ids"]
     model = load(tiny)
     alone = [in_chunks(model, part, len(part)) for part in (ids[:9], ids[9:12], ids[12:])]
-    states = [model.new_state() for _ in range(3)]
+    states = [SequenceState() for _ in range(3)]
     runs = tuple(Run(s, a, b) for s, a, b in zip(states, (0, 9, 12), (9, 12, 40), strict=True))
-    together = model.forward(TokenBatch(ids.astype(np.int64), runs, np.arange(40)))
+    together = logits_of(model, TokenBatch(ids.astype(np.int64), runs, np.arange(40)))
     np.testing.assert_array_equal(together, np.concatenate(alone))
 
 
@@ -55,8 +56,8 @@ def test_only_wanted_rows_are_given(tiny: Path) -> None:
     ids = load_file(tiny / "reference.safetensors")["input_ids"].astype(np.int64)
     model = load(tiny)
     every = in_chunks(model, ids, 40)
-    state = model.new_state()
-    some = model.forward(TokenBatch(ids, (Run(state, 0, 40),), np.array([3, 39])))
+    state = SequenceState()
+    some = logits_of(model, TokenBatch(ids, (Run(state, 0, 40),), np.array([3, 39])))
     np.testing.assert_array_equal(some, every[[3, 39]])
 
 
@@ -76,7 +77,7 @@ def test_other_peoples_implementations_agree(name: str, key: str, limit: float) 
 
 def test_state_bytes_are_what_the_shape_says(tiny: Path) -> None:
     model = load(tiny)
-    state = model.new_state()
-    assert state.num_bytes == model.shape.state_bytes
+    state = SequenceState()
+    assert state.num_bytes == 0  # made when a layer first needs it
     extend(model, state, range(64))
     assert state.num_bytes == model.shape.state_bytes + 64 * model.shape.state_bytes_per_token

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 from finback.hub.local import STORYTELLER
 from finback.kernels.cpu import Cpu
 from finback.kernels.library import instruction_sets
+from finback.models.state import SequenceState
 from finback.spans import Spans
 from finback.storage import reader
 from tests.helpers import extend, in_chunks, load_all
@@ -49,7 +50,7 @@ def test_the_same_bits(tiny: Path, way: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_streamed_spine_is_read_once_for_each_step() -> None:
     spans = Spans()
     loaded = load_all(STORYTELLER, Cpu(1), spans, stream_spine=True)
-    state = loaded.model.new_state()
+    state = SequenceState()
     extend(loaded.model, state, [5])
     before = spans.snapshot()
     for _ in range(4):
@@ -63,7 +64,7 @@ def test_a_streamed_spine_is_read_once_for_each_step() -> None:
 def test_a_step_is_computing_waiting_and_the_rest() -> None:
     spans = Spans()
     loaded = load_all(STORYTELLER, Cpu(1), spans, stream_spine=True, expert_slots=4)
-    state, before = loaded.model.new_state(), spans.snapshot()
+    state, before = SequenceState(), spans.snapshot()
     for token in range(5):
         with spans.span("step"):
             extend(loaded.model, state, [token])
