@@ -87,7 +87,7 @@ class LLM:
         self.tokenizer = load_tokenizer(self.folder)
         self.chat_format: ChatFormat | None = load_chat(self.folder, self.tokenizer)
         ops = best_backend(config.threads, config.activations)
-        self.activations = ops.activations
+        self.ops, self.activations = ops, ops.activations
         spine = "" if config.spine == "published" else f", {config.spine} spine"
         self._description = (
             f"{self.folder.name}: {ops.activations} activations{spine}, {ops.description}"

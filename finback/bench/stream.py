@@ -16,14 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from finback.checkpoint.formats import Bytes
+from finback.checkpoint.formats import Bytes, Weight
 from finback.checkpoint.index import open_checkpoint
 from finback.errors import UsageError
+from finback.kernels.ops import Ops
 from finback.llm import LLM
 from finback.models.loading import read_needs
 from finback.spans import Profile, Spans
 from finback.storage.arena import BLOCK, huge_bytes, reserve
-from finback.storage.extents import place
+from finback.storage.extents import find, place
 from finback.storage.memory import peak_bytes
 from finback.storage.probe import measure_ceiling
 from finback.storage.reader import Reader, Ticket
@@ -80,7 +81,7 @@ def measure_stream(
     if cold:
         drop_cached(paths)
     report = StreamReport()
-    with closing(_ExpertReads(folder)) as experts:
+    with closing(ExpertReads(folder)) as experts:
         progress("loading")
         start = time.perf_counter()
         with LLM(folder, **options) as llm:
@@ -98,7 +99,7 @@ def measure_stream(
 def _measure_rounds(
     report: StreamReport,
     llm: LLM,
-    experts: "_ExpertReads",
+    experts: "ExpertReads",
     paths: list[Path],
     tokens: int,
     rounds: int,
@@ -173,7 +174,7 @@ def _median(values: list[Any]) -> Any:
     return statistics.median(values)
 
 
-class _ExpertReads:
+class ExpertReads:
     """The reader alone, on experts in random order, sixteen under way."""
 
     def __init__(self, folder: Path) -> None:
@@ -188,6 +189,19 @@ class _ExpertReads:
         self.memory[::BLOCK] = 0  # taken now, so that the memory plan knows of it
         self.huge_page_share: float | None = None
         self._reader = Reader(Spans())
+        self._weight: Weight | None = None
+
+    def weight(self, ops: Ops) -> Weight:
+        """Give one matrix of an expert, to measure products with; read once."""
+        if self._weight is None:
+            layout = self._layouts(*self._keys[0])
+            starts, size = place(layout.extents)
+            memory = reserve(size)
+            self._reader.wait([self._reader.submit(layout.extents, memory)])
+            part = layout.matrices["w1"]
+            parts = tuple(find(memory, layout.extents, starts, a, b) for a, b in part.ranges)
+            self._weight = ops.resident(Weight(part.format, part.shape, parts))
+        return self._weight
 
     def measure(self) -> tuple[float, float]:
         """Read the experts once: GB/s and core-seconds a GB."""

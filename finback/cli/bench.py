@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from finback.cli import output
-from finback.cli.run import MemoryOption, SpineOption
+from finback.cli.run import ContextOption, MemoryOption, SpineOption
+from finback.errors import UsageError
 from finback.units import human_bytes
 
 if TYPE_CHECKING:
@@ -129,6 +130,83 @@ def stream(
         f"memory    {human_bytes(report.peak_memory_bytes)} at most, "
         f"{human_bytes(report.budget_bytes)} allowed; loaded in {report.load_s:.2f} s"
     )
+
+
+@app.command("batch")
+def batch(
+    model: Annotated[Path, typer.Argument(help="A model folder.", metavar="DIR")],
+    memory: MemoryOption = "auto",
+    spine: SpineOption = "published",
+    sequences: Annotated[
+        str, typer.Option(help="Numbers of sequences to compare, with commas between.")
+    ] = "1,8,32,64",
+    tokens: Annotated[int, typer.Option(help="Tokens of each sequence a round.", min=1)] = 4,
+    rounds: Annotated[int, typer.Option(help="Rounds to take the median of.", min=1)] = 5,
+    context: ContextOption = 512,
+    cold: Annotated[bool, typer.Option("--cold", help="Drop cached pages first.")] = False,
+    threads: Annotated[int | None, typer.Option(help="Computing threads.", min=1)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure many sequences in one pass beside what disk and arithmetic allow, in one run."""
+    from finback.bench.batch import measure_batch
+    from finback.hub.local import find_model
+
+    report = measure_batch(
+        find_model(model),
+        _numbers(sequences),
+        tokens,
+        rounds,
+        cold,
+        lambda text: output.talk(output.dim(text)),
+        memory=memory,
+        spine=spine,
+        context=context,
+        threads=threads,
+    )
+    if as_json:
+        output.json_data(report.as_json())
+        return
+    rows = [
+        (
+            str(r.sequences),
+            f"{r.tokens_per_s:.3g}",
+            f"{r.speedup:.2f}",
+            f"{r.bound_tokens_per_s:.3g}",
+            f"{r.of_bound:.2f}",
+            human_bytes(r.expert_bytes_per_token),
+            human_bytes(r.union_bytes_per_step),
+            f"{r.step_s:.2f}",
+            f"{r.wait_s:.2f}",
+        )
+        for r in report.rows
+    ]
+    header = (
+        "sequences",
+        "tokens/s",
+        "speedup",
+        "bound",
+        "of bound",
+        "read per token",
+        "used per step",
+        "s per step",
+        "waiting",
+    )
+    output.data(
+        f"disk {report.ceiling_gbps:.2f} GB/s, products {report.matrix_gflops:.0f} GFLOP/s; "
+        f"{human_bytes(report.peak_memory_bytes)} at most of "
+        f"{human_bytes(report.budget_bytes)}; medians of {rounds} rounds\n\n"
+        + output.table(header, rows)
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise UsageError(f"--sequences {text!r}: give numbers with commas between, as 1,8,32")
+    return numbers
 
 
 def _as_text(report: "KernelReport") -> str:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finback.config import SamplingParams
-from finback.engine.sampler import _uniform, pick
+from finback.engine.sampler import _uniform, pick, refuse_no_numbers
 from finback.errors import DamagedFile, RequestError
 
 LOGITS = np.log(np.array([0.5, 0.25, 0.15, 0.07, 0.03], np.float32))

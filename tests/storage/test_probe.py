@@ -49,12 +49,12 @@ def test_a_model_without_experts_has_nothing_to_stream(tmp_path: Path) -> None:
 def test_a_measurement_that_fails_closes_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
 
-    class Reads(stream._ExpertReads):
+    class Reads(stream.ExpertReads):
         def close(self) -> None:
             closed.append(self)
             super().close()
 
-    monkeypatch.setattr(stream, "_ExpertReads", Reads)
+    monkeypatch.setattr(stream, "ExpertReads", Reads)
     with pytest.raises(UsageError, match="too small to measure a disk with"):
         measure_stream(DATA / "tiny-k3", rounds=1)
     assert len(closed) == 1

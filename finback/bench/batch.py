@@ -1,0 +1,219 @@
+"""Many sequences in one pass beside what disk and arithmetic allow, in one run.
+
+The bound of a round is counted, not fitted: bytes that were read at the disk's ceiling, and
+multiplications that were done at this machine's matrix rate; the larger of the two, as if the other
+were hidden behind it. Rounds of all numbers of sequences alternate; medians.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finback.bench.stream import ExpertReads, drop_cached
+from finback.checkpoint.index import open_checkpoint
+from finback.config import SamplingParams
+from finback.errors import UsageError
+from finback.kernels.ops import Ops
+from finback.llm import LLM
+from finback.models.loading import Needs, read_needs
+from finback.spans import Profile
+from finback.storage.memory import peak_bytes
+from finback.storage.probe import measure_ceiling
+
+MATRIX_ROWS = 64  # of the products that this machine's matrix rate is measured with
+PROMPT = 3  # tokens
+
+
+@dataclass(slots=True)
+class BatchRow:
+    """One number of sequences; medians over the rounds."""
+
+    sequences: int
+    tokens_per_s: float = 0.0
+    speedup: float = 0.0  # over one sequence
+    bound_tokens_per_s: float = 0.0
+    of_bound: float = 0.0
+    expert_bytes_per_token: float = 0.0
+    spine_bytes_per_token: float = 0.0
+    union_bytes_per_step: float = 0.0  # of all experts that a step uses, in memory or not
+    state_spill_bytes: int = 0
+    read_term_s: float = 0.0  # a step's bytes at the ceiling
+    compute_term_s: float = 0.0  # a step's multiplications at the matrix rate
+    step_s: float = 0.0
+    wait_s: float = 0.0
+
+
+@dataclass(slots=True)
+class BatchReport:
+    """All numbers of sequences, and the limits of the same run."""
+
+    ceiling_gbps: float = 0.0
+    spine_ceiling_gbps: float | None = None
+    matrix_gflops: float = 0.0
+    rows: list[BatchRow] = field(default_factory=list)
+    budget_bytes: int = 0
+    peak_memory_bytes: int = 0
+    plan: dict[str, int] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Give the report as plain values."""
+        return asdict(self)
+
+
+def measure_batch(
+    folder: Path,
+    sequences: Sequence[int] = (1, 8, 32, 64),
+    tokens: int = 4,
+    rounds: int = 5,
+    cold: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+    **options: Any,
+) -> BatchReport:
+    """Decode with different numbers of sequences.
+
+    Args:
+        folder: A checkpoint, best of several times the memory.
+        sequences: How many at once.
+        tokens: Steps of each round.
+        rounds: Of all numbers in turn.
+        cold: Drop the page cache's share of the files first.
+        progress: Told what is being done.
+        options: Fields of EngineConfig.
+
+    Raises:
+        UsageError: The model has no experts on disk to speak of.
+    """
+    checkpoint = open_checkpoint(folder)
+    paths = [folder / name for name in checkpoint.files]
+    if cold:
+        drop_cached(paths)
+    needs, report = read_needs(checkpoint), BatchReport()
+    progress("loading")
+    with (
+        closing(ExpertReads(folder)) as experts,
+        LLM(folder, max_sequences=max(sequences), **options) as llm,
+    ):
+        if llm.plan.max_sequences < max(sequences):
+            raise UsageError(
+                f"{folder}: {max(sequences)} sequences need more memory than there is; "
+                f"{llm.plan.max_sequences} fit"
+            )
+        report.budget_bytes, report.plan = llm.plan.budget, dict(llm.plan.parts)
+        rates: list[float] = []
+        ceilings: list[float] = []
+        again: list[float] = []
+        found: dict[int, list[BatchRow]] = {count: [] for count in sequences}
+        flops = _flops_per_token(needs)
+        decode(llm, max(sequences), 1)
+        for number in range(rounds):
+            for count in sequences:
+                progress(f"round {number + 1} of {rounds}: {count} sequences")
+                ceiling = measure_ceiling(paths, memory=experts.memory)
+                if ceiling is None:
+                    raise UsageError(f"{folder}: too small to measure a disk with")
+                ceilings.append(ceiling.gbps)
+                if llm.streamed_extents:
+                    spine = measure_ceiling(
+                        paths, memory=experts.memory, extents=llm.streamed_extents
+                    )
+                    again.append(ceiling.gbps if spine is None else spine.gbps)
+                rates.append(measure_matrix(llm.ops, experts.weight(llm.ops)))
+                profile = decode(llm, count, tokens)
+                limits = _Limits(ceilings[-1], again[-1] if again else ceilings[-1], rates[-1])
+                found[count].append(_row(profile, count, tokens, flops, limits, needs.slot_bytes))
+    report.ceiling_gbps = statistics.median(ceilings)
+    report.spine_ceiling_gbps = statistics.median(again) if again else None
+    report.matrix_gflops = statistics.median(rates)
+    report.rows = [_median_row(count, rows) for count, rows in found.items()]
+    for row in report.rows:
+        row.speedup = row.tokens_per_s / report.rows[0].tokens_per_s
+    report.peak_memory_bytes = peak_bytes()
+    return report
+
+
+def decode(llm: LLM, count: int, tokens: int) -> Profile:
+    """Extend `count` sequences by `tokens` each, all in every step; prompts are not counted."""
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens + 2)
+    rng = np.random.default_rng()
+    numbers = [llm.engine.add(rng.integers(0, 500, PROMPT).tolist(), params) for _ in range(count)]
+    try:
+        begun: set[int] = set()
+        while len(begun) < count:
+            begun |= {delta.number for delta in llm.engine.step()}
+        start = llm.spans.snapshot()
+        for _ in range(tokens):
+            llm.engine.step()
+        return llm.spans.since(start)
+    finally:
+        for number in numbers:
+            llm.engine.abort(number)
+
+
+def measure_matrix(ops: Ops, weight: Any, seconds: float = 0.3) -> float:
+    """Measure the matrix rate with a weight of the model and many rows: GFLOP/s."""
+    x = np.random.default_rng(0).standard_normal((MATRIX_ROWS, weight.shape[1])).astype(np.float32)
+    rates: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(rates) < 3:
+        start = time.perf_counter()
+        ops.linear(x, weight)
+        taken = time.perf_counter() - start
+        rates.append(2 * MATRIX_ROWS * prod(weight.shape) / taken / 1e9)
+    return statistics.median(rates)
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    ceiling_gbps: float
+    spine_gbps: float
+    matrix_gflops: float
+
+
+def _flops_per_token(needs: Needs) -> float:
+    """Count the multiplications and additions with matrices that a token needs."""
+    spine = experts = 0
+    for stored in needs.check.stored:
+        spec = stored.spec
+        if spec.expert is not None:
+            experts += prod(spec.shape)
+        elif len(spec.shape) == 2 and spec.role not in ("embedding", "residual", "norm"):
+            spine += prod(spec.shape)
+    shape = needs.layout.shape
+    return 2.0 * (spine + experts * shape.top_k / max(1, shape.num_experts))
+
+
+def _row(
+    profile: Profile, count: int, tokens: int, flops: float, limits: _Limits, slot_bytes: int
+) -> BatchRow:
+    counts = profile.counts
+    spine, experts = counts.get("bytes_read_spine", 0), counts.get("bytes_read_expert", 0)
+    read = experts / limits.ceiling_gbps / 1e9 + spine / limits.spine_gbps / 1e9
+    compute = count * tokens * flops / limits.matrix_gflops / 1e9
+    bound = count * tokens / max(read, compute)
+    rate = count * tokens / profile.wall_s
+    return BatchRow(
+        sequences=count,
+        tokens_per_s=rate,
+        bound_tokens_per_s=bound,
+        of_bound=rate / bound,
+        expert_bytes_per_token=experts / count / tokens,
+        spine_bytes_per_token=spine / count / tokens,
+        union_bytes_per_step=counts.get("experts_used", 0) * slot_bytes / tokens,
+        read_term_s=read / tokens,
+        compute_term_s=compute / tokens,
+        step_s=profile.wall_s / tokens,
+        wait_s=profile.wait_s / tokens,
+    )
+
+
+def _median_row(count: int, rows: list[BatchRow]) -> BatchRow:
+    names = [name for name in asdict(rows[0]) if name not in ("sequences", "state_spill_bytes")]
+    values = {name: statistics.median(getattr(row, name) for row in rows) for name in names}
+    return BatchRow(sequences=count, **values)
