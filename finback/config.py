@@ -16,7 +16,14 @@ Activations = Literal["float32", "int16", "int8"]
 DEFAULT_ACTIVATIONS: Activations = "int16"
 POLICY_NAMES = ("distance", "frequency", "pinned", "recency")
 DEFAULT_POLICY = "distance"
-MAY_BE_NONE = ("threads", "context", "expert_slots", "max_rows", "prompt_rows")
+MAY_BE_NONE = (
+    "threads",
+    "context",
+    "expert_slots",
+    "max_rows",
+    "max_sequences",
+    "prompt_rows",
+)
 
 
 def with_known_options(cls: type[T], options: Mapping[str, Any], error: type[Exception]) -> T:
@@ -33,7 +40,7 @@ class EngineConfig:
     """How the engine may use the machine. Only `activations` and `spine` change a result."""
 
     max_rows: int | None = None  # tokens of one pass over the layers; what saves reads if None
-    max_sequences: int = 64  # sequences computed together
+    max_sequences: int | None = None  # computed together; 64 if there is memory, if None
     prompt_rows: int | None = (
         None  # of prompts in a step that an answer waits for; no limit if None
     )
@@ -72,7 +79,7 @@ class EngineConfig:
             )
         if self.policy == "pinned" and self.heat is None:
             raise UsageError("the policy pinned needs the file of --heat, to know what to pin")
-        for name in ("max_sequences", "read_threads", *MAY_BE_NONE):
+        for name in ("read_threads", *MAY_BE_NONE):
             value = getattr(self, name)
             if name in MAY_BE_NONE and value is None:
                 continue

@@ -7,6 +7,7 @@
 #include "threads.h"
 
 enum { BLOCK = 32, STEP = BLOCK * GROUPS };
+enum { ROWS_TOGETHER = 64 }; /* of x, in one piece */
 enum { GRAIN = 1 << 15 }; /* multiplications worth a turn */
 
 row_form ISA(form_for)(const finback_weight *w, int32_t bits) {
@@ -92,7 +93,25 @@ static void one_turn(void *context, int64_t turn) {
   chunks_of(p, (turn - (low ? r->ends[low - 1] : 0)) * each, each);
 }
 
-void ISA(run_products)(const product *list, int64_t count) {
+/* Cut products of many rows into pieces whose rows stay in the cache while all weights pass by. */
+static int64_t pieces_of(const product *p) {
+  return p->tokens <= ROWS_TOGETHER ? 1 : (p->tokens + ROWS_TOGETHER - 1) / ROWS_TOGETHER;
+}
+
+static int64_t cut(const product *p, product *to) {
+  const int64_t pieces = pieces_of(p);
+  int64_t size = (p->tokens + pieces - 1) / pieces, count = 0;
+  size = pieces > 1 ? (size + 3) / 4 * 4 : size; /* whole tiles */
+  for (int64_t t = 0; t < p->tokens; t += size) {
+    to[count] = *p;
+    to[count].first += t;
+    to[count].tokens = p->tokens - t < size ? p->tokens - t : size;
+    to[count++].y += t * p->w->rows;
+  }
+  return count;
+}
+
+static void run_list(const product *list, int64_t count) {
   int64_t work = 0, turns = 0;
   int64_t usual[64], *ends = count <= 64 ? usual : finback_alloc((size_t)count * sizeof(int64_t));
   for (int64_t i = 0; i < count; i++) {
@@ -102,6 +121,20 @@ void ISA(run_products)(const product *list, int64_t count) {
   run r = {list, ends, count};
   finback_parallel(turns, work / 10, one_turn, &r);
   if (ends != usual) free(ends);
+}
+
+void ISA(run_products)(const product *list, int64_t count) {
+  int64_t pieces = 0;
+  for (int64_t i = 0; i < count; i++) pieces += pieces_of(&list[i]);
+  if (pieces == count) {
+    run_list(list, count);
+    return;
+  }
+  product *all = finback_alloc((size_t)pieces * sizeof(product));
+  int64_t n = 0;
+  for (int64_t i = 0; i < count; i++) n += cut(&list[i], all + n);
+  run_list(all, n);
+  free(all);
 }
 
 /* --- entries --------------------------------------------------------------------------------------- */

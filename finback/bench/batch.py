@@ -1,8 +1,9 @@
 """Many sequences in one pass beside what disk and arithmetic allow, in one run.
 
 The bound of a round is counted, not fitted: bytes that were read at the disk's ceiling, and
-multiplications that were done at this machine's matrix rate; the larger of the two, as if the other
-were hidden behind it. Rounds of all numbers of sequences alternate; medians.
+multiplications that were done at this machine's matrix rates (of experts as they are stored, and of
+bfloat16 for the rest); the larger of the two, as if the other were hidden behind it. Rounds of all
+numbers of sequences alternate; medians.
 """
 
 import statistics
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from finback.bench.stream import ExpertReads, drop_cached
+from finback.checkpoint.formats import Weight
 from finback.checkpoint.index import open_checkpoint
 from finback.config import SamplingParams
 from finback.errors import UsageError
@@ -56,7 +58,8 @@ class BatchReport:
 
     ceiling_gbps: float = 0.0
     spine_ceiling_gbps: float | None = None
-    matrix_gflops: float = 0.0
+    matrix_gflops: float = 0.0  # with experts
+    spine_gflops: float = 0.0  # with bfloat16
     rows: list[BatchRow] = field(default_factory=list)
     budget_bytes: int = 0
     peak_memory_bytes: int = 0
@@ -106,11 +109,11 @@ def measure_batch(
                 f"{llm.plan.max_sequences} fit"
             )
         report.budget_bytes, report.plan = llm.plan.budget, dict(llm.plan.parts)
-        rates: list[float] = []
+        rates: list[tuple[float, float]] = []
         ceilings: list[float] = []
         again: list[float] = []
         found: dict[int, list[BatchRow]] = {count: [] for count in sequences}
-        flops = _flops_per_token(needs)
+        flops = flops_per_token(needs)
         decode(llm, max(sequences), 1)
         for number in range(rounds):
             for count in sequences:
@@ -124,13 +127,13 @@ def measure_batch(
                         paths, memory=experts.memory, extents=llm.streamed_extents
                     )
                     again.append(ceiling.gbps if spine is None else spine.gbps)
-                rates.append(measure_matrix(llm.ops, experts.weight(llm.ops)))
+                rates.append(measure_matrices(llm.ops, experts.weight(llm.ops), needs))
                 profile = decode(llm, count, tokens)
                 limits = _Limits(ceilings[-1], again[-1] if again else ceilings[-1], rates[-1])
                 found[count].append(_row(profile, count, tokens, flops, limits, needs.slot_bytes))
     report.ceiling_gbps = statistics.median(ceilings)
     report.spine_ceiling_gbps = statistics.median(again) if again else None
-    report.matrix_gflops = statistics.median(rates)
+    report.matrix_gflops, report.spine_gflops = map(statistics.median, zip(*rates, strict=True))
     report.rows = [_median_row(count, rows) for count, rows in found.items()]
     for row in report.rows:
         row.speedup = row.tokens_per_s / report.rows[0].tokens_per_s
@@ -156,8 +159,16 @@ def decode(llm: LLM, count: int, tokens: int) -> Profile:
             llm.engine.abort(number)
 
 
-def measure_matrix(ops: Ops, weight: Any, seconds: float = 0.3) -> float:
-    """Measure the matrix rate with a weight of the model and many rows: GFLOP/s."""
+def measure_matrices(ops: Ops, expert: Weight, needs: Needs) -> tuple[float, float]:
+    """Measure products of many rows with an expert's matrix, and with one in bfloat16: GFLOP/s."""
+    width = needs.layout.shape.width
+    values = np.random.default_rng(0).standard_normal((width, width)).astype(np.float32)
+    upper = values.view(np.uint8).reshape(width, width, 4)[..., 2:]
+    plain = Weight("bf16", (width, width), (np.ascontiguousarray(upper).reshape(-1),))
+    return _measure_matrix(ops, expert), _measure_matrix(ops, ops.resident(plain))
+
+
+def _measure_matrix(ops: Ops, weight: Weight, seconds: float = 0.3) -> float:
     x = np.random.default_rng(0).standard_normal((MATRIX_ROWS, weight.shape[1])).astype(np.float32)
     rates: list[float] = []
     end = time.perf_counter() + seconds
@@ -173,11 +184,11 @@ def measure_matrix(ops: Ops, weight: Any, seconds: float = 0.3) -> float:
 class _Limits:
     ceiling_gbps: float
     spine_gbps: float
-    matrix_gflops: float
+    matrix_gflops: tuple[float, float]  # of experts, of the rest
 
 
-def _flops_per_token(needs: Needs) -> float:
-    """Count the multiplications and additions with matrices that a token needs."""
+def flops_per_token(needs: Needs) -> tuple[float, float]:
+    """Count what a token multiplies and adds with matrices: of experts, of the rest."""
     spine = experts = 0
     for stored in needs.check.stored:
         spec = stored.spec
@@ -186,16 +197,22 @@ def _flops_per_token(needs: Needs) -> float:
         elif len(spec.shape) == 2 and spec.role not in ("embedding", "residual", "norm"):
             spine += prod(spec.shape)
     shape = needs.layout.shape
-    return 2.0 * (spine + experts * shape.top_k / max(1, shape.num_experts))
+    return 2.0 * experts * shape.top_k / max(1, shape.num_experts), 2.0 * spine
 
 
 def _row(
-    profile: Profile, count: int, tokens: int, flops: float, limits: _Limits, slot_bytes: int
+    profile: Profile,
+    count: int,
+    tokens: int,
+    flops: tuple[float, float],
+    limits: _Limits,
+    slot_bytes: int,
 ) -> BatchRow:
     counts = profile.counts
     spine, experts = counts.get("bytes_read_spine", 0), counts.get("bytes_read_expert", 0)
     read = experts / limits.ceiling_gbps / 1e9 + spine / limits.spine_gbps / 1e9
-    compute = count * tokens * flops / limits.matrix_gflops / 1e9
+    per_token = sum(f / rate / 1e9 for f, rate in zip(flops, limits.matrix_gflops, strict=True))
+    compute = count * tokens * per_token
     bound = count * tokens / max(read, compute)
     rate = count * tokens / profile.wall_s
     return BatchRow(

@@ -142,7 +142,7 @@ def batch(
     ] = "1,8,32,64",
     tokens: Annotated[int, typer.Option(help="Tokens of each sequence a round.", min=1)] = 4,
     rounds: Annotated[int, typer.Option(help="Rounds to take the median of.", min=1)] = 5,
-    context: ContextOption = 512,
+    context: ContextOption = 64,
     cold: Annotated[bool, typer.Option("--cold", help="Drop cached pages first.")] = False,
     threads: Annotated[int | None, typer.Option(help="Computing threads.", min=1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -192,7 +192,8 @@ def batch(
         "waiting",
     )
     output.data(
-        f"disk {report.ceiling_gbps:.2f} GB/s, products {report.matrix_gflops:.0f} GFLOP/s; "
+        f"disk {report.ceiling_gbps:.2f} GB/s, products {report.matrix_gflops:.0f} GFLOP/s with "
+        f"experts, {report.spine_gflops:.0f} with the rest; "
         f"{human_bytes(report.peak_memory_bytes)} at most of "
         f"{human_bytes(report.budget_bytes)}; medians of {rounds} rounds\n\n"
         + output.table(header, rows)

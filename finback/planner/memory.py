@@ -21,7 +21,8 @@ from finback.units import human_bytes, parse_bytes
 CONTEXT = 16_384  # tokens of a sequence, unless more is asked for
 MARGIN = 48 << 20  # threads, fragments, what nobody counts
 MOST_OF_STATES, MOST_OF_ROWS = 0.25, 0.125  # shares of the budget
-MOST_OF_ASKED_ROWS = 0.5  # where a number of rows was asked for
+MOST_ASKED = 0.4  # the share of each where a number was asked for
+SEQUENCES = 64  # that are computed together, where memory allows
 LEAST_ROWS = 256  # of a step, where memory allows
 SPARE_SLOTS = 4  # besides the experts of one token, so that reads never wait for computing
 
@@ -52,9 +53,9 @@ def plan_memory(
     if spare < 0:
         raise CapacityError(_refusal(needs, minimum, budget, limits.why(config.memory)))
     wanted = min(needs.num_experts, config.expert_slots or shape.top_k + SPARE_SLOTS)
-    sequences = 1 + min(
-        config.max_sequences - 1, int(spare * MOST_OF_STATES) // max(1, per_sequence)
-    )
+    most_of_states = MOST_OF_STATES if config.max_sequences is None else MOST_ASKED
+    more = (config.max_sequences or SEQUENCES) - 1  # than the one that is in the minimum
+    sequences = 1 + min(more, int(spare * most_of_states) // max(1, per_sequence))
     rows = _rows(shape, config, spare)
     parts = fixed | {"states": sequences * per_sequence, "rows": rows_bytes(shape, rows)}
     left = budget - sum(parts.values())
@@ -97,7 +98,7 @@ def sweep_rows(shape: ModelShape) -> int:
 def _rows(shape: ModelShape, config: EngineConfig, spare: int) -> int:
     """Choose the rows of a step: what was asked for or is of use, as far as there is memory."""
     wanted = config.max_rows or sweep_rows(shape)
-    share = MOST_OF_ROWS if config.max_rows is None else MOST_OF_ASKED_ROWS
+    share = MOST_OF_ROWS if config.max_rows is None else MOST_ASKED
     room = int(spare * share) + rows_bytes(shape, 1)
     low, high = 1, wanted
     while low < high:  # the largest number that fits
