@@ -19,7 +19,9 @@ __all__ = [
     "Completion",
     "EngineConfig",
     "FinbackError",
+    "Request",
     "SamplingParams",
+    "Score",
 ]
 
 _HOMES = {
@@ -29,6 +31,8 @@ _HOMES = {
     "ChatCompletion": "finback.llm",
     "ChatOptions": "finback.text.chat",
     "Completion": "finback.llm",
+    "Request": "finback.llm",
+    "Score": "finback.llm",
     "EngineConfig": "finback.config",
     "FinbackError": "finback.errors",
     "SamplingParams": "finback.config",

@@ -11,6 +11,7 @@ from finback.units import parse_bytes
 
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 1000
+SEQUENCES = 64  # computed together, where memory allows and nothing else is asked for
 T = TypeVar("T")
 Activations = Literal["float32", "int16", "int8"]
 DEFAULT_ACTIVATIONS: Activations = "int16"

@@ -37,7 +37,16 @@ from finback.text.stream import TextStream
 from finback.text.tokenizer import load_tokenizer, read_tokenizer_config, token_text
 from finback.text.xtml import Message
 
-__all__ = ["LLM", "ChatCompletion", "ChatOptions", "Completion", "Request", "RunStats", "Score"]
+__all__ = [
+    "LLM",
+    "ChatCompletion",
+    "ChatOptions",
+    "Completion",
+    "Request",
+    "RunStats",
+    "Score",
+    "TokenLogprob",
+]
 RAW_MAX_TOKENS = 256  # a bare text has no end of its own
 logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
@@ -57,9 +66,17 @@ class Request:
 class Score:
     """How likely a model finds a text: the sum over its rated tokens, in nats."""
 
-    logprob: float = 0.0
-    is_greedy: bool = True  # each rated token was the likeliest
     tokens: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def logprob(self) -> float:
+        """Sum the tokens up."""
+        return sum(token.logprob for token in self.tokens)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Tell whether each token was the likeliest."""
+        return all(token.rank == 1 for token in self.tokens)
 
 
 class LLM:
@@ -242,14 +259,22 @@ class LLM:
             raise RequestError(
                 f"{len(prompts)} prompts and {len(continuations)} continuations; give pairs"
             )
-        pairs = [
-            (self._ids(prompt), self._ids(continuation))
-            for prompt, continuation in zip(prompts, continuations, strict=True)
-        ]
-        for number, pair in enumerate(pairs, 1):
-            if not all(pair):
-                raise RequestError(f"pair {number}: neither prompt nor continuation may be empty")
-        return self._rate([(before + after, len(before)) for before, after in pairs], top)
+        return self._rate(self._pairs(prompts, continuations), top)
+
+    def score_each(
+        self, prompts: Sequence[Prompt | None], continuations: Sequence[Prompt], top: int = 0
+    ) -> Iterator[tuple[int, Score]]:
+        """Give scores with the places of their texts as they come; all texts are checked at once.
+
+        Args:
+            prompts: None where the whole text is to be rated, from its second token on.
+            continuations: One for each prompt.
+            top: As for `score`.
+
+        Raises:
+            RequestError: As `score`.
+        """
+        return self._rated(self._pairs(prompts, continuations), top)
 
     def logprobs(self, texts: Sequence[Prompt], top: int = 0) -> list[Score]:
         """Rate texts as a whole, each from its second token on. See `score`."""
@@ -314,6 +339,21 @@ class LLM:
         defaults = {key: getattr(self.sampling, key) for key in SAMPLING_KEYS}
         params = with_known_options(SamplingParams, defaults | dict(sampling), RequestError)
         return params if params.seed is not None else params.replaced(seed=secrets.randbits(32))
+
+    def _pairs(
+        self, prompts: Sequence[Prompt | None], continuations: Sequence[Prompt]
+    ) -> list[tuple[list[int], int]]:
+        """Give each text as ids, and the first token to be rated."""
+        out = []
+        for number, (prompt, continuation) in enumerate(
+            zip(prompts, continuations, strict=True), 1
+        ):
+            before = None if prompt is None else self._ids(prompt)
+            after = self._ids(continuation)
+            if not after or before == []:
+                raise RequestError(f"text {number}: neither prompt nor continuation may be empty")
+            out.append((after, 1) if before is None else (before + after, len(before)))
+        return out
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str | list | tuple):
@@ -401,16 +441,22 @@ class LLM:
                 self._open.pop(number).close()
 
     def _rate(self, texts: Sequence[tuple[list[int], int]], top: int) -> list[Score]:
-        """Rate the tokens of texts from a place on."""
+        """Rate the tokens of texts from a place on, in their order."""
+        scores = dict(self._rated(texts, top))
+        return [scores[number] for number in range(len(texts))]
+
+    def _rated(
+        self, texts: Sequence[tuple[list[int], int]], top: int
+    ) -> Iterator[tuple[int, Score]]:
+        """Rate texts, and give each with its place when it is done."""
         self._refuse_closed()
-        scores = [Score() for _ in texts]
-        running: dict[int, Score] = {}
+        running: dict[int, tuple[int, Score]] = {}
         try:
-            for number, (ids, rated_from) in enumerate(texts):
+            for place, (ids, rated_from) in enumerate(texts):
                 try:
-                    running[self.engine.add_text(ids, rated_from, top)] = scores[number]
+                    running[self.engine.add_text(ids, rated_from, top)] = (place, Score())
                 except RequestError as error:
-                    raise type(error)(f"text {number + 1}: {error}") from error
+                    raise type(error)(f"text {place + 1}: {error}") from error
             while running:
                 self._check_live(next(iter(running)))
                 for delta in self.engine.step():
@@ -419,16 +465,13 @@ class LLM:
                         continue
                     if delta.error is not None:
                         raise delta.error
-                    running[delta.number].tokens += delta.rated_prompt
+                    score = running[delta.number][1]
+                    score.tokens += delta.rated_prompt
                     if delta.finish_reason is not None:
-                        del running[delta.number]
+                        yield running.pop(delta.number)
         finally:
             for left in running:
                 self.engine.abort(left)
-        for score in scores:
-            score.logprob = sum(token.logprob for token in score.tokens)
-            score.is_greedy = all(token.rank == 1 for token in score.tokens)
-        return scores
 
     def _begin(self, answer: OpenAnswer) -> int:
         self._refuse_closed()

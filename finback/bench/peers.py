@@ -9,7 +9,9 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -110,6 +112,7 @@ def compare_from_disk(
     rounds: int = 5,
     threads: int | None = None,
     memory: str = "auto",
+    sequences: int = 1,
     progress: Callable[[str], None] = lambda _: None,
 ) -> PeerReport:
     """Decode a model larger than memory with both, one process after the other.
@@ -125,6 +128,8 @@ def compare_from_disk(
         rounds: Rounds of each engine; medians are reported.
         threads: Computing threads of both; all cores if None.
         memory: finback's budget.
+        sequences: Answered at the same time. Of several, the rate is that of all their tokens, with
+            their short prompts in the time.
         progress: Told what is being done.
 
     Raises:
@@ -150,6 +155,7 @@ def compare_from_disk(
             progress(f"round {number + 1} of {rounds}: {name}")
             drop_cached([*files, gguf])
             command = [sys.executable, "-m", "finback.bench.peers", engine, path, str(threads), how]
+            command.append(str(sequences))
             done = subprocess.run(
                 command, input=f"{tokens}\n", capture_output=True, text=True, check=False
             )
@@ -200,6 +206,7 @@ class _LlamaCpp:
                 str(gguf),
                 str(threads),
                 "default",
+                "1",
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -226,24 +233,37 @@ class _LlamaCpp:
         self._process.wait()
 
 
-def _serve(engine: str, path: str, threads: int, how: str) -> None:
+def _serve(engine: str, path: str, threads: int, how: str, sequences: int) -> None:
     """Be the other process: decode so many tokens for each number on standard input."""
-    decode = _finback(path, threads, how) if engine == "finback" else _llama(path, threads, how)
+    make = _finback if engine == "finback" else _llama
+    decode = make(path, threads, how, sequences)
     for line in sys.stdin:
         print(json.dumps({"tokens_per_s": decode(int(line))}), flush=True)
 
 
-def _finback(path: str, threads: int, memory: str) -> Callable[[int], float]:
-    llm = LLM(path, threads=threads, memory=memory, max_sequences=1, context=512)
-    return lambda tokens: _decode(llm, tokens)
+def _prompts(sequences: int) -> list[list[int]]:
+    return [[PROMPT[0] + number, *PROMPT[1:]] for number in range(sequences)]
 
 
-def _llama(path: str, threads: int, how: str) -> Callable[[int], float]:
+def _finback(path: str, threads: int, memory: str, sequences: int) -> Callable[[int], float]:
+    llm = LLM(path, threads=threads, memory=memory, max_sequences=sequences, context=64)
+    if sequences == 1:
+        return lambda tokens: _decode(llm, tokens)
+
+    def decode(tokens: int) -> float:
+        start = time.perf_counter()
+        llm.generate(_prompts(sequences), max_tokens=tokens, temperature=0, ignore_eos=True)
+        return sequences * tokens / (time.perf_counter() - start)
+
+    return decode
+
+
+def _llama(path: str, threads: int, how: str, sequences: int) -> Callable[[int], float]:
     import xllamacpp  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
     params = xllamacpp.CommonParams()
     params.model.path = path
-    params.n_ctx, params.n_parallel, params.n_gpu_layers = 512, 1, 0
+    params.n_ctx, params.n_parallel, params.n_gpu_layers = 256 * sequences, sequences, 0
     params.warmup = False
     if how == "mapped":
         params.no_extra_bufts = True
@@ -251,13 +271,20 @@ def _llama(path: str, threads: int, how: str) -> Callable[[int], float]:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     server = xllamacpp.Server(params)
 
-    def decode(tokens: int) -> float:
-        body = {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    def answer(prompt: list[int], tokens: int) -> float:
+        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         rate: float = server.handle_completions(body)["timings"]["predicted_per_second"]
         return rate
+
+    def decode(tokens: int) -> float:
+        start = time.perf_counter()
+        with ThreadPoolExecutor(sequences) as pool:
+            rates = list(pool.map(answer, _prompts(sequences), [tokens] * sequences))
+        taken = time.perf_counter() - start
+        return rates[0] if sequences == 1 else sequences * tokens / taken
 
     return decode
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    _serve(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))

@@ -51,6 +51,9 @@ def peers(
     from_disk: Annotated[
         bool, typer.Option("--from-disk", help="Compare a model larger than memory.")
     ] = False,
+    sequences: Annotated[
+        int, typer.Option(help="With --from-disk: answers written at the same time.", min=1)
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Decode beside llama.cpp: the same weights, everything in memory, rounds in turn.
@@ -60,15 +63,19 @@ def peers(
     """
     from finback.bench.peers import compare_from_disk, compare_with_llama_cpp
 
-    compare = compare_from_disk if from_disk else compare_with_llama_cpp
-    report = compare(
-        model,
-        model.with_name(model.name + ".gguf"),
-        tokens=tokens,
-        rounds=rounds,
-        threads=threads,
-        progress=lambda text: output.talk(output.dim(text)),
-    )
+    if sequences > 1 and not from_disk:
+        raise UsageError("--sequences belongs to --from-disk")
+    gguf = model.with_name(model.name + ".gguf")
+
+    def progress(text: str) -> None:
+        output.talk(output.dim(text))
+
+    if from_disk:
+        report = compare_from_disk(
+            model, gguf, tokens, rounds, threads, sequences=sequences, progress=progress
+        )
+    else:
+        report = compare_with_llama_cpp(model, gguf, tokens, rounds, threads, progress)
     if as_json:
         output.json_data(report.as_json())
         return

@@ -7,7 +7,18 @@ from typing import Annotated
 import typer
 
 from finback import __version__
-from finback.cli import bench, chat, convert, inspect, list_models, output, replay, run, synth
+from finback.cli import (
+    bench,
+    chat,
+    convert,
+    inspect,
+    list_models,
+    output,
+    replay,
+    run,
+    score,
+    synth,
+)
 from finback.errors import FinbackError
 
 app = typer.Typer(
@@ -22,6 +33,7 @@ app = typer.Typer(
 )
 app.command("run")(run.run)
 app.command("chat")(chat.chat)
+app.command("score")(score.score)
 app.command("inspect")(inspect.inspect)
 app.command("list")(list_models.list_models)
 app.command("synth")(synth.synth)

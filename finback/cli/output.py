@@ -38,6 +38,11 @@ def json_data(value: object) -> None:
     data(json.dumps(value, indent=2, ensure_ascii=False))
 
 
+def json_line(value: object) -> None:
+    """Print one JSON value on a line of its own."""
+    data(json.dumps(value, ensure_ascii=False))
+
+
 def talk(text: str, end: str = "\n") -> None:
     """Print words for the person at the terminal; if nobody can be told, go on."""
     with contextlib.suppress(OSError):

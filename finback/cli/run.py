@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from finback.cli import output
+from finback.cli.many import answer_all, read_prompts, requests_of
 from finback.cli.profile import profile_json, profile_text
+from finback.cli.texts import logprob_json, read_lines
 from finback.config import (
     DEFAULT_ACTIVATIONS,
     DEFAULT_POLICY,
+    MAX_LOGPROBS,
     MAX_SEED,
     POLICY_NAMES,
+    SEQUENCES,
     Activations,
     SamplingParams,
 )
@@ -46,6 +50,15 @@ Temperature = Annotated[float | None, typer.Option(help=_help("temperature"), mi
 TopP = Annotated[float | None, typer.Option(help=_help("top_p"), max=1.0)]
 TopK = Annotated[int | None, typer.Option(help=_help("top_k"), min=0)]
 MinP = Annotated[float | None, typer.Option(help=_help("min_p"), min=0.0, max=1.0)]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help=_help("repetition_penalty"), min=0.01, max=100.0)
+]
+FrequencyPenalty = Annotated[
+    float | None, typer.Option(help=_help("frequency_penalty"), min=-100.0, max=100.0)
+]
+PresencePenalty = Annotated[
+    float | None, typer.Option(help=_help("presence_penalty"), min=-100.0, max=100.0)
+]
 Seed = Annotated[int | None, typer.Option(help=_help("seed"), min=0, max=MAX_SEED)]
 Threads = Annotated[
     int | None, typer.Option(help="Computing threads; all cores if left out.", min=1)
@@ -111,6 +124,9 @@ def run(
     top_p: TopP = None,
     top_k: TopK = None,
     min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    presence_penalty: PresencePenalty = None,
     seed: Seed = None,
     threads: Threads = None,
     activations: ActivationsOption = DEFAULT_ACTIVATIONS,
@@ -132,6 +148,32 @@ def run(
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text; repeatable.")
     ] = None,
+    prompt_file: Annotated[
+        str | None,
+        typer.Option(
+            help="Answer several prompts together, one a line of this file (- for standard input)."
+        ),
+    ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="Let the answer be JSON that this schema allows.")
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Let the answer match a regular expression.")
+    ] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="Let the answer be one of these texts; repeatable.")
+    ] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(help="Let the answer follow this Lark grammar.")
+    ] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            help="With --json: rate the answer's tokens, with so many likeliest others.",
+            min=0,
+            max=MAX_LOGPROBS,
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with all figures.")
     ] = False,
@@ -142,8 +184,14 @@ def run(
     Without --max-tokens a continued text (--raw) ends after 256 tokens, an answer where the
     model ends it.
     """
-    text = _prompt(prompt or [])
-    sampling = sampling_of(locals())
+    if prompt_file is None:
+        prompts = [_prompt(prompt or [])]
+    elif prompt:
+        raise UsageError("give a prompt or --prompt-file, not both")
+    else:
+        prompts = read_prompts(prompt_file)
+    limits = {"json_schema": _text_of(json_schema), "grammar": _text_of(grammar)}
+    sampling = sampling_of(locals() | limits)
     for option, path in (("--trace", trace), ("--heat", heat)):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise UsageError(f"{option} {path}: is no file that can be written; choose another")
@@ -160,29 +208,57 @@ def run(
         policy=policy,
         heat=None if heat is None else str(heat),
         context=context,
-        max_sequences=1,
+        max_sequences=min(len(prompts), SEQUENCES),
     ) as llm:
         if not quiet and not as_json:
             output.talk(output.dim(llm.description))
         as_chat = chat if chat is not None else llm.chat_format is not None
-        answer = Answer(llm, _messages(text, system) if as_chat else text, think, sampling)
-        if not as_chat and not as_json and not quiet:
-            output.echo(text)
         recorder = llm.record_routes() if trace is not None else None
-        is_whole = answer.run(show=not as_json, quiet=quiet)
+        if prompt_file is None:
+            is_whole = _answer_one(
+                llm, prompts[0], system, as_chat, think, sampling, as_json, profile, quiet
+            )
+        else:
+            requests = requests_of(prompts, system, as_chat, think, sampling)
+            is_whole = answer_all(
+                llm, prompts, requests, lambda out: report(llm, out, as_chat), as_json, quiet
+            )
         if trace is not None and recorder is not None:
             recorder.trace().save(trace)
-        if as_json:
-            value = report(llm, answer.out, as_chat)
-            if profile:
-                value["profile"] = profile_json(llm, answer.out)
-            output.json_data(value)
-        else:
-            answer.end(quiet)
-            if profile:
-                output.talk(profile_text(llm, answer.out))
         if not is_whole:
             raise typer.Exit(130)
+
+
+def _answer_one(
+    llm: "LLM",
+    text: str,
+    system: str | None,
+    as_chat: bool,
+    think: bool,
+    sampling: dict[str, Any],
+    as_json: bool,
+    profile: bool,
+    quiet: bool,
+) -> bool:
+    """Answer one prompt as it comes; false if Ctrl-C ended it."""
+    answer = Answer(llm, _messages(text, system) if as_chat else text, think, sampling)
+    if not as_chat and not as_json and not quiet:
+        output.echo(text)
+    is_whole = answer.run(show=not as_json, quiet=quiet)
+    if as_json:
+        value = report(llm, answer.out, as_chat)
+        if profile:
+            value["profile"] = profile_json(llm, answer.out)
+        output.json_data(value)
+    else:
+        answer.end(quiet)
+        if profile:
+            output.talk(profile_text(llm, answer.out))
+    return is_whole
+
+
+def _text_of(path: Path | None) -> str | None:
+    return None if path is None else "\n".join(read_lines(str(path)))
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, Any]]:
@@ -308,6 +384,10 @@ def report(llm: "LLM", out: Any, as_chat: bool) -> dict[str, Any]:
     }
     if as_chat:
         value["message"] = dataclasses.asdict(out.message)
+    if out.logprobs:
+        value["logprobs"] = [logprob_json(llm, token) for token in out.logprobs]
+    if out.error is not None:
+        value["error"] = str(out.error)
     return value
 
 

@@ -6,6 +6,7 @@ import logging
 import secrets
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from contextlib import closing
 
 import numpy as np
 
@@ -123,7 +124,7 @@ class Engine:
         """Refuse what `add` would refuse, without adding anything."""
         self._check_ids(token_ids)
         if sampling.logit_bias:
-            self._check_ids(list(sampling.logit_bias), "logit_bias names tokens by")
+            self._check_ids(list(sampling.logit_bias), "logit_bias: ")
         if len(token_ids) >= self.context:
             raise ContextTooLong(
                 f"the prompt has {len(token_ids)} tokens and {self._holder()} holds "
@@ -200,15 +201,17 @@ class Engine:
         if len(ids) > self.context:
             raise ContextTooLong(f"{len(ids)} tokens, but {self._holder()} holds {self.context}")
 
-    def _check_ids(self, ids: Seq[int], where: str = "a prompt is text or") -> None:
+    def _check_ids(self, ids: Seq[int], where: str = "") -> None:
         if not ids:
             raise RequestError("the prompt is empty; at least one token is needed")
         size = self.model.shape.vocab_size
         for token_id in ids:
             if not isinstance(token_id, int) or isinstance(token_id, bool):
-                raise RequestError(f"{where} whole numbers, not {token_id!r}")
+                raise RequestError(f"{where}token ids are whole numbers, not {token_id!r}")
             if not 0 <= token_id < size:
-                raise RequestError(f"token id {token_id} is outside the vocabulary of {size}")
+                raise RequestError(
+                    f"{where}token id {token_id} is outside the vocabulary of {size}"
+                )
 
     def _run(self, batch: Batch) -> list[Delta]:
         """Compute a batch; give what its sequences gained, in their order."""
@@ -218,9 +221,10 @@ class Engine:
             for sequence, run in zip(batch.sequences, batch.tokens.runs, strict=True):
                 sequence.state.position += run.stop - run.start
             gained: dict[int, Delta] = {}
-            blocks = self.model.logits(rows, HEAD_ROWS)
-            for wanted, logits in zip(batch.wanted, itertools.chain.from_iterable(blocks)):
-                self._take(wanted, logits, gained)
+            with closing(self.model.logits(rows, HEAD_ROWS)) as blocks:
+                each = itertools.chain.from_iterable(blocks)
+                for wanted, logits in zip(batch.wanted, each, strict=True):
+                    self._take(wanted, logits, gained)
         for sequence in batch.sequences:
             if (
                 sequence.is_only_rated

@@ -89,6 +89,3 @@ class Delta:
     ends_with_stop_token: bool = False
     rated: list[TokenLogprob] = field(default_factory=list)
     rated_prompt: list[TokenLogprob] = field(default_factory=list)
-
-
-__all__ = ["Array", "Constraint", "Delta", "FinishReason", "Sequence", "TokenLogprob"]

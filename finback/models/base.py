@@ -1,6 +1,6 @@
 """What a family gives, what a step computes, and how a checkpoint finds its family."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
@@ -105,7 +105,7 @@ class Model(Protocol):
         """Push rows through all layers, advancing the states: -> what the head takes (R, D)."""
         ...
 
-    def logits(self, rows: Array, at_once: int) -> Iterator[Array]:
+    def logits(self, rows: Array, at_once: int) -> Generator[Array]:
         """Turn rows (R, D) into logits, `at_once` rows at a time: -> (at_once, V) float32.
 
         The head is in memory until the iterator ends or is closed.

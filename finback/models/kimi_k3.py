@@ -1,7 +1,7 @@
 """Kimi K3, text model: KDA and gated MLA under block attention residuals, latent MoE, SiTU."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from finback.checkpoint.formats import Array
@@ -140,6 +140,6 @@ class KimiK3:
                 tokens.probe.hidden(index, x)
         return self._output_fold(bank, x)
 
-    def logits(self, rows: Array, at_once: int) -> Iterator[Array]:
+    def logits(self, rows: Array, at_once: int) -> Generator[Array]:
         """See `Model.logits`."""
         return self._head(rows, at_once)

@@ -1,6 +1,6 @@
 """Kimi-Linear: KDA and MLA with plain residuals, full-width experts, SiLU."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from finback.checkpoint.formats import Array
@@ -74,6 +74,6 @@ class KimiLinear:
                 tokens.probe.hidden(index, x)
         return self._norm(x)
 
-    def logits(self, rows: Array, at_once: int) -> Iterator[Array]:
+    def logits(self, rows: Array, at_once: int) -> Generator[Array]:
         """See `Model.logits`."""
         return self._head(rows, at_once)

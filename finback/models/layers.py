@@ -1,6 +1,6 @@
 """Bricks every family uses: embedding, head, dense feed-forward, norm, a config's activation."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import numpy as np
 
@@ -96,7 +96,7 @@ class Head:
         self._matrix, self._group = weights.matrix(name), group
         self._spine, self._spans, self._ops = weights.spine, weights.spans, ops
 
-    def __call__(self, x: Array, at_once: int) -> Iterator[Array]:
+    def __call__(self, x: Array, at_once: int) -> Generator[Array]:
         """Give logits, some rows at a time: (R, D) -> (at_once, V) until there are R."""
         if len(x) == 0:
             return

@@ -9,7 +9,7 @@ comes before experts: a byte of it is read again for every step, one of an exper
 from dataclasses import dataclass
 from math import ceil, log, log1p, prod
 
-from finback.config import EngineConfig
+from finback.config import SEQUENCES, EngineConfig
 from finback.errors import CapacityError
 from finback.kernels.ops import Ops
 from finback.models.base import BLOCK_ROWS, HEAD_ROWS, ModelShape
@@ -22,7 +22,6 @@ CONTEXT = 16_384  # tokens of a sequence, unless more is asked for
 MARGIN = 48 << 20  # threads, fragments, what nobody counts
 MOST_OF_STATES, MOST_OF_ROWS = 0.25, 0.125  # shares of the budget
 MOST_ASKED = 0.4  # the share of each where a number was asked for
-SEQUENCES = 64  # that are computed together, where memory allows
 LEAST_ROWS = 256  # of a step, where memory allows
 SPARE_SLOTS = 4  # besides the experts of one token, so that reads never wait for computing
 

@@ -1,15 +1,18 @@
 """A pick depends on logits, seed and position, and follows the distribution asked for."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from finback import LLM, Request
 from finback.config import SamplingParams
-from finback.engine.sampler import _uniform, pick, refuse_no_numbers
+from finback.engine.sampler import _uniform, adjust, pick, rate, refuse_no_numbers
 from finback.errors import DamagedFile, RequestError
+from tests.conftest import DATA
 
 LOGITS = np.log(np.array([0.5, 0.25, 0.15, 0.07, 0.03], np.float32))
 
@@ -104,9 +107,81 @@ def test_damaged_logits_are_an_error(bad: float) -> None:
         refuse_no_numbers(np.array([0, bad], np.float32), 3)
 
 
+def adjusted(
+    options: dict[str, Any], prompt: list[int], answer: list[int], allowed: Any = None
+) -> np.ndarray:
+    logits = np.array([2, -1, 0.5, 3, -4], np.float32)
+    before = logits.copy()
+    out = adjust(logits, SamplingParams(**options), prompt, answer, allowed)
+    np.testing.assert_array_equal(logits, before)
+    return out
+
+
+def test_penalties_and_biases_are_those_of_the_papers() -> None:
+    options: dict[str, Any] = {"repetition_penalty": 2.0}
+    np.testing.assert_allclose(adjusted(options, [0, 1], [3]), [1, -2, 0.5, 1.5, -4])
+    options = {"frequency_penalty": 0.5, "presence_penalty": 1.0}  # of the answer alone
+    np.testing.assert_allclose(adjusted(options, [0, 0], [3, 3, 1]), [2, -2.5, 0.5, 1, -4])
+    np.testing.assert_allclose(adjusted(options, [0], []), [2, -1, 0.5, 3, -4])
+    options = {"logit_bias": {4: 10.0, 0: -1}}
+    np.testing.assert_allclose(adjusted(options, [], []), [1, -1, 0.5, 3, 6])
+    assert adjusted({}, [0], [1]).tolist() == [2, -1, 0.5, 3, -4]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"top_p": 0.5}, {"top_k": 2}])
+def test_what_is_not_allowed_never_comes(options: dict[str, Any]) -> None:
+    allowed = np.array([False, True, False, False, True])
+    logits = adjusted(options, [], [], allowed)
+    picks = {pick(logits, SamplingParams(**options), 3, n) for n in range(300)}
+    assert picks <= {1, 4}
+    alone = adjusted(options, [], [], np.array([False] * 4 + [True]))
+    assert {pick(alone, SamplingParams(**options), 3, n) for n in range(50)} == {4}
+
+
+def test_likelihoods_are_those_of_the_softmax() -> None:
+    logits = np.random.default_rng(1).standard_normal(3000).astype(np.float32) * 5
+    logits[7] = logits[900]
+    expected = logits.astype(float) - np.log(np.exp(logits.astype(float)).sum())
+    order = np.argsort(-logits, kind="stable")
+    for token in (0, 7, 900, int(order[0]), int(order[-1])):
+        rated = rate(logits, token, 4)
+        assert rated.logprob == pytest.approx(expected[token], abs=2e-5)
+        assert order[rated.rank - 1] == token
+        assert [n for n, _ in rated.top] == order[:4].tolist()
+    assert rate(logits, 5, 0).top == ()
+
+
+def test_samples_follow_the_distribution_of_a_model() -> None:
+    """Pearson's chi-square over many seeds, on a tiny model's own logits."""
+    with LLM(DATA / "tiny-k3") as llm:
+        ids = llm.tokenize("The whale")
+        logits = llm.logits(ids)[-1].astype(float)
+        seeds = range(3000)
+        sampling: dict[str, Any] = {"max_tokens": 1, "ignore_eos": True}
+        requests = [Request(prompt=ids, sampling=sampling | {"seed": n}) for n in seeds]
+        drawn = np.zeros(len(logits))
+        for _, out in llm.batch(requests):
+            drawn[out.token_ids[0]] += 1
+    shares = np.exp(logits - logits.max())
+    expected = shares / shares.sum() * len(seeds)
+    order = np.argsort(-expected)
+    often = order[expected[order] >= 5]
+    rest = order[len(often) :]
+    observed = np.append(drawn[often], drawn[rest].sum())
+    wanted = np.append(expected[often], expected[rest].sum())
+    chi = ((observed - wanted) ** 2 / wanted).sum()
+    degrees = len(observed) - 1
+    assert chi < degrees + 5 * math.sqrt(2 * degrees)  # five standard deviations
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        ({"repetition_penalty": 0}, "repetition_penalty must be a number from 0.01"),
+        ({"logit_bias": {"a": 1}}, "logit_bias must map"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias must map"),
+        ({"logit_bias": [1]}, "logit_bias must map"),
+        ({"logprobs": -1}, "logprobs must be a whole number from 0"),
         ({"temperature": -1}, "temperature must be a number from 0"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": True}, "temperature"),

@@ -15,7 +15,7 @@ from finback.kernels.cpu import Cpu
 from finback.kernels.library import instruction_sets
 from finback.kernels.reference import Reference
 from finback.models.loading import MemoryPlan, Needs, read_needs
-from finback.planner.memory import plan_memory
+from finback.planner.memory import plan_memory, rows_bytes, sweep_rows
 from finback.storage.memory import Limits, peak_bytes, read_limits
 from finback.units import parse_bytes
 from tests.conftest import DATA
@@ -124,3 +124,15 @@ def test_sizes(text: str, size: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(UsageError, match="is no size"):
         parse_bytes(text)
+
+
+def test_rows_are_as_many_as_save_reading_and_fit(needs: Needs) -> None:
+    shape = needs.layout.shape
+    assert sweep_rows(shape) == 847  # 48 experts, 4 used: 53 rows use 99 % of them
+    assert plan(needs, "64GiB").max_rows == 847
+    small = plan(needs, "4GiB", expert_slots=1)
+    assert rows_bytes(shape, small.max_rows) == small.parts["rows"]
+    assert plan(needs, "32GiB", max_rows=5000).max_rows == 5000
+    huge = dataclasses.replace(shape, row_bytes=100 << 20)
+    assert rows_bytes(huge, 2) - rows_bytes(huge, 1) > 100 << 20
+    assert sweep_rows(dataclasses.replace(shape, routed_layers=())) == 256

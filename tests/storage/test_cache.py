@@ -58,10 +58,10 @@ def make(path: Path, slots: int, policy: str = "distance", guesses: bool = True)
     )
 
 
-def visit(experts: ExpertCache, layer: int, wanted: list[int]) -> list[int]:
+def visit(experts: ExpertCache, layer: int, wanted: list[int], in_order: bool = False) -> list[int]:
     """Lease, check every byte, and give the experts in the order in which they came."""
     came: list[int] = []
-    with experts.lease(layer, wanted) as batches:
+    with experts.lease(layer, wanted, in_order) as batches:
         for ready in batches:
             for expert, matrices in ready.items():
                 assert not matrices["w"].parts[0].flags.writeable
@@ -95,16 +95,18 @@ def open_cache(file: Path) -> Iterator[Callable[..., ExpertCache]]:
             st.integers(0, LAYERS - 1),
             st.sets(st.integers(0, EXPERTS - 1), min_size=1),
             st.sets(st.integers(0, EXPERTS - 1)),
+            st.booleans(),
         ),
         max_size=25,
     ),
 )
 def test_every_expert_comes_once_with_its_own_bytes(
-    file: Path, slots: int, policy: str, steps: list[tuple[int, set[int], set[int]]]
+    file: Path, slots: int, policy: str, steps: list[tuple[int, set[int], set[int], bool]]
 ) -> None:
     experts = make(file, slots, policy)
-    for layer, wanted, guessed in steps:
-        assert sorted(visit(experts, layer, sorted(wanted))) == sorted(wanted)
+    for layer, wanted, guessed, in_order in steps:
+        came = visit(experts, layer, sorted(wanted), in_order)
+        assert (came if in_order else sorted(came)) == sorted(wanted)
         experts.guess((layer + 1) % LAYERS, {"router": sorted(guessed)})
     experts._reader.close()
 
