@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import secrets
+import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -143,6 +144,11 @@ class LLM:
         """List where in the files lies what is read again for every step, experts apart."""
         spine = self._loaded.spine
         return [e for group in spine.groups if not spine.stays(group.name) for e in group.extents]
+
+    def wait_for_reads(self) -> None:
+        """Let what is being read ahead come in, so that nothing disturbs a measurement."""
+        while not self._loaded.reader.is_idle:
+            time.sleep(0.001)
 
     def record_routes(self) -> Recorder:
         """Note from now on which experts are used; the recorder gives the trace."""

@@ -157,6 +157,7 @@ def decode(llm: LLM, count: int, tokens: int) -> Profile:
     finally:
         for number in numbers:
             llm.engine.abort(number)
+        llm.wait_for_reads()
 
 
 def measure_matrices(ops: Ops, expert: Weight, needs: Needs) -> tuple[float, float]:

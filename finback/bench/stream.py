@@ -163,6 +163,7 @@ def drop_cached(paths: list[Path]) -> None:
 def _decode(llm: LLM, tokens: int) -> Profile:
     prompt: list[int] = np.random.default_rng().integers(0, 500, 3).tolist()  # other experts
     done = llm.generate(prompt, max_tokens=tokens + 1, temperature=0, ignore_eos=True)
+    llm.wait_for_reads()
     return done.stats.decode
 
 

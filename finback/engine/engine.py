@@ -209,9 +209,7 @@ class Engine:
             if not isinstance(token_id, int) or isinstance(token_id, bool):
                 raise RequestError(f"{where}token ids are whole numbers, not {token_id!r}")
             if not 0 <= token_id < size:
-                raise RequestError(
-                    f"{where}token id {token_id} is outside the vocabulary of {size}"
-                )
+                raise RequestError(f"{where}token id {token_id} is not in the vocabulary of {size}")
 
     def _run(self, batch: Batch) -> list[Delta]:
         """Compute a batch; give what its sequences gained, in their order."""

@@ -194,13 +194,14 @@ class Moe:
     def _guess_next(self, u: Array) -> None:
         """Ask for experts of the next routed layer, by its router and what is known so far.
 
-        A router that is not in memory yet is not asked; the cache guesses by the last choice.
+        A router is not asked that is not in memory yet, or whose token is not known yet; then the
+        cache guesses by the last choice.
         """
         following = self.following
         if following is None or not self._experts.may_guess:
             return
         ways = {}
-        if following.is_in_memory:
+        if following.is_in_memory and following.layer > self.layer:  # in this step
             with self._spans.span("router"):
                 logits = self._ops.linear(u, following._in[0])
                 ids, shares = self._ops.route(logits, following._bias, self.shape.rule)

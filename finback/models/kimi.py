@@ -1,6 +1,5 @@
 """What Kimi K3 and Kimi-Linear have in common: the layer map, and which brick stands where."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -138,10 +137,10 @@ def _read_layer_map(linear: Fields, num_layers: int) -> frozenset[int]:
 
 
 def link_routed(layers: Sequence["Layer"]) -> None:
-    """Tell each routed layer which one comes next, for guesses."""
+    """Tell each routed layer which one comes next, the first after the last, for guesses."""
     routed = [layer.feed for layer in layers if isinstance(layer.feed, Moe)]
-    for one, following in itertools.pairwise(routed):
-        one.following = following
+    for number, one in enumerate(routed):
+        one.following = routed[(number + 1) % len(routed)]
 
 
 class Layer:

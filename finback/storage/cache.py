@@ -160,7 +160,7 @@ class ExpertCache:
             return (layer, expert) in self._where
 
         for expert in self._guesses.admit(layer, ways, is_there, most):
-            slot = self._take_slot(layer)
+            slot = self._take_slot(self._last_layer)  # as seen from here: that layer is near
             if slot is None:
                 return
             self._begin(slot, (layer, expert), Priority.GUESS)

@@ -136,6 +136,21 @@ def test_a_guess_is_joined_and_a_wrong_one_is_forgotten(
     assert counts["guesses_wasted"] == 1
 
 
+def test_sweeps_keep_what_fits(open_cache: Callable[..., ExpertCache]) -> None:
+    """Layer after layer, all experts, read ahead: recency would find nothing again."""
+    slots, sweeps, everything = 10, 30, list(range(EXPERTS))
+    experts = open_cache(slots)
+    for _ in range(sweeps):
+        for layer in range(LAYERS):
+            assert visit(experts, layer, everything, in_order=True) == everything
+            experts.guess((layer + 1) % LAYERS, {"sweep": everything}, slots // 2)
+            while not experts._reader.is_idle:
+                time.sleep(0.0005)
+    read = experts._spans.counts["bytes_read_expert"] / BYTES / sweeps
+    # A sweep wants 24; the slots can keep what is not needed to read the rest through.
+    assert read <= LAYERS * EXPERTS - (slots - slots // 2 - 1)
+
+
 def test_an_error_leaves_nothing_behind(
     open_cache: Callable[..., ExpertCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
