@@ -189,7 +189,7 @@ class Moe:
         """Go on with the next routed layer, which will want most of its experts too."""
         if self.following is not None and self._experts.may_guess:
             everything = {"sweep": range(self.shape.num_experts)}
-            self._experts.guess(self.following.layer, everything, self._experts.num_slots // 2)
+            self._experts.guess(self.following.layer, everything, self._experts.read_ahead)
 
     def _guess_next(self, u: Array) -> None:
         """Ask for experts of the next routed layer, by its router and what is known so far.

@@ -5,7 +5,6 @@ that are there, then each as its bytes arrive. There may be fewer slots than exp
 what has been computed makes room for the next.
 """
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -132,13 +131,19 @@ class ExpertCache:
         held = self._held
         try:
             if in_order:
+                ahead = {expert for expert in experts if self._is_guess(layer, expert)}
                 todo = self._hold(layer, sorted(experts), held)
-                yield self._in_order(layer, sorted(experts), todo, held)
+                yield self._in_order(layer, sorted(experts), todo, held, ahead)
             else:
                 todo = self._begin_all(layer, self._hold(layer, experts, held), held)
                 yield self._batches(layer, todo, held)
         finally:
             self._let_go()
+
+    @property
+    def read_ahead(self) -> int:
+        """Give how many slots a layer that is read whole is read through."""
+        return max(4, len(self._slots) // 3)
 
     @property
     def may_guess(self) -> bool:
@@ -262,16 +267,28 @@ class ExpertCache:
             todo = self._begin_all(layer, todo, held)
 
     def _in_order(
-        self, layer: int, order: list[int], todo: list[int], held: dict[int, _Slot]
+        self,
+        layer: int,
+        order: list[int],
+        todo: list[int],
+        held: dict[int, _Slot],
+        begun: set[int],  # in this pass, on a guess until now
     ) -> Iterator[Mapping[int, Matrices]]:
-        """Hand experts over in their order; reads run ahead as far as there are slots."""
-        todo, at = self._begin_all(layer, todo, held), 0
+        """Hand experts over in their order; reads run ahead of it by `read_ahead` slots.
+
+        What has been handed over makes room for the next, so that other layers keep theirs. Few
+        are handed over together, so that others are read while those are computed.
+        """
+        at, together = 0, max(1, self.read_ahead // 4)
         while at < len(order):
+            room = max(0, self.read_ahead - len(begun & held.keys()))
+            begun.update(todo[:room])
+            todo = self._begin_all(layer, todo[:room], held) + todo[room:]
             if order[at] not in held:
                 todo = self._make_way(layer, order[at], todo, held)
                 continue
             ready: dict[int, _Slot] = {}
-            for expert in itertools.islice(order, at, None):
+            for expert in order[at : at + together]:
                 slot = held.get(expert)
                 if slot is not None and slot.ticket is not None and slot.ticket.is_done:
                     self._settle(slot)
@@ -288,7 +305,10 @@ class ExpertCache:
             for expert in ready:
                 self._unpin(held.pop(expert))
             at += len(ready)
-            todo = self._begin_all(layer, todo, held)
+
+    def _is_guess(self, layer: int, expert: int) -> bool:
+        slot = self._where.get((layer, expert))
+        return slot is not None and slot.is_guess
 
     def _make_way(
         self, layer: int, expert: int, todo: list[int], held: dict[int, _Slot]
@@ -299,11 +319,11 @@ class ExpertCache:
             self._unpin(held.pop(last))
             todo = sorted([*todo, last])
             self._settle_guesses()
-        todo = self._begin_all(layer, todo, held)
-        if expert not in held and not held:
-            self._wait_for_a_guess()
-            todo = self._begin_all(layer, todo, held)
-        return todo
+        if self._begin_all(layer, [expert], held):
+            if not held:
+                self._wait_for_a_guess()
+            return todo
+        return [other for other in todo if other != expert]
 
     def _arrived(self, layer: int, held: dict[int, _Slot]) -> dict[int, _Slot]:
         """Wait for the next of the experts on their way; give all that have come."""
@@ -320,10 +340,12 @@ class ExpertCache:
     def _begin_all(self, layer: int, todo: list[int], held: dict[int, _Slot]) -> list[int]:
         """Begin to read as many as there are slots for; give the rest."""
         for done, expert in enumerate(todo):
-            slot = self._take_slot(layer)
+            slot = self._where.get((layer, expert))  # one that had made way may still be there
             if slot is None:
-                return todo[done:]
-            self._begin(slot, (layer, expert), Priority.DEMAND)
+                slot = self._take_slot(layer)
+                if slot is None:
+                    return todo[done:]
+                self._begin(slot, (layer, expert), Priority.DEMAND)
             self._pin(expert, slot, held)
         return []
 

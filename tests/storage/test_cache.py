@@ -107,6 +107,7 @@ def test_every_expert_comes_once_with_its_own_bytes(
     for layer, wanted, guessed, in_order in steps:
         came = visit(experts, layer, sorted(wanted), in_order)
         assert (came if in_order else sorted(came)) == sorted(wanted)
+        experts.check()
         experts.guess((layer + 1) % LAYERS, {"router": sorted(guessed)})
     experts._reader.close()
 
@@ -143,12 +144,12 @@ def test_sweeps_keep_what_fits(open_cache: Callable[..., ExpertCache]) -> None:
     for _ in range(sweeps):
         for layer in range(LAYERS):
             assert visit(experts, layer, everything, in_order=True) == everything
-            experts.guess((layer + 1) % LAYERS, {"sweep": everything}, slots // 2)
+            experts.guess((layer + 1) % LAYERS, {"sweep": everything}, experts.read_ahead)
             while not experts._reader.is_idle:
                 time.sleep(0.0005)
     read = experts._spans.counts["bytes_read_expert"] / BYTES / sweeps
-    # A sweep wants 24; the slots can keep what is not needed to read the rest through.
-    assert read <= LAYERS * EXPERTS - (slots - slots // 2 - 1)
+    # A sweep wants 24; the slots keep what is not needed to read the rest through.
+    assert read <= LAYERS * EXPERTS - (slots - experts.read_ahead - 2)
 
 
 def test_an_error_leaves_nothing_behind(
