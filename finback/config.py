@@ -17,6 +17,7 @@ Activations = Literal["float32", "int16", "int8"]
 DEFAULT_ACTIVATIONS: Activations = "int16"
 POLICY_NAMES = ("distance", "frequency", "pinned", "recency")
 DEFAULT_POLICY = "distance"
+DRAFT_NAMES = ("off", "lookup")
 MAY_BE_NONE = (
     "threads",
     "context",
@@ -55,6 +56,9 @@ class EngineConfig:
     stream_spine: bool | None = None  # read what every token uses anew each step; if None as needed
     policy: str = DEFAULT_POLICY  # which expert to give up
     heat: str | None = None  # a file that keeps across runs which experts are used much
+    # Tokens that are guessed and verified together: what followed the last ones when they occurred
+    # before (`lookup`), while it pays, or none (`off`). They change no text.
+    drafts: str = "off"
     guesses: bool = True  # read experts ahead that may be wanted
     read_threads: int = 4  # for each disk
     direct_reads: bool = True  # past the page cache, where that is possible
@@ -78,6 +82,8 @@ class EngineConfig:
             raise UsageError(
                 f"policy must be one of {', '.join(POLICY_NAMES)}, not {self.policy!r}"
             )
+        if self.drafts not in DRAFT_NAMES:
+            raise UsageError(f"drafts must be one of {', '.join(DRAFT_NAMES)}, not {self.drafts!r}")
         if self.policy == "pinned" and self.heat is None:
             raise UsageError("the policy pinned needs the file of --heat, to know what to pin")
         for name in ("read_threads", *MAY_BE_NONE):

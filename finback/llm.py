@@ -16,7 +16,8 @@ from finback.checkpoint.files import read_json_if_there
 from finback.checkpoint.formats import Array
 from finback.checkpoint.hf import SAMPLING_KEYS, read_sampling, read_stop_ids
 from finback.checkpoint.index import Checkpoint, open_checkpoint
-from finback.config import EngineConfig, SamplingParams, with_known_options
+from finback.config import DRAFT_NAMES, EngineConfig, SamplingParams, with_known_options
+from finback.engine.drafts import DraftController
 from finback.engine.engine import Engine
 from finback.engine.scheduler import StepLimits
 from finback.engine.sequence import Delta, TokenLogprob
@@ -124,6 +125,7 @@ class LLM:
         try:
             ends = self._stop_ids(checkpoint.config, generation)
             self.engine = Engine(self._loaded.model, limits, self.spans, ends)
+            self.use_drafts(config.drafts)
             self._grammars = Grammars(self.tokenizer, self._loaded.model.shape.vocab_size)
         except BaseException:
             self.close()
@@ -144,6 +146,16 @@ class LLM:
         """List where in the files lies what is read again for every step, experts apart."""
         spine = self._loaded.spine
         return [e for group in spine.groups if not spine.stays(group.name) for e in group.extents]
+
+    def use_drafts(self, drafts: str) -> None:
+        """Change what tokens are drafted by, with nothing learnt so far; see `EngineConfig`.
+
+        Raises:
+            UsageError: There is no such way.
+        """
+        if drafts not in DRAFT_NAMES:
+            raise UsageError(f"drafts must be one of {', '.join(DRAFT_NAMES)}, not {drafts!r}")
+        self.engine.drafts = None if drafts == "off" else DraftController()
 
     def wait_for_reads(self) -> None:
         """Let what is being read ahead come in, so that nothing disturbs a measurement."""

@@ -213,7 +213,7 @@ static void check_delta(void) {
     const finback_delta d = {T, H, K, J, q, k, v, g, beta, gate};
     const finback_delta_weights w = {taps, dt, a, norm, bound, 1e-5f};
     finback_set_threads(2);
-    finback_delta_attention(&d, &w, history, state, out);
+    finback_delta_attention(&d, &w, T, history, state, out);
     for (int t = 0; t < T; t++)
       for (int h = 0; h < H; h++) {
         const float *const inputs[3] = {q, k, v};

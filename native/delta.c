@@ -11,6 +11,7 @@
  * share nothing, so each is one turn of a thread. */
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "functions.h"
 #include "kernels.h"
@@ -22,6 +23,7 @@ static const float UNIT_EPS = 1e-6f;        /* inside the root, as in the model'
 typedef struct {
   const finback_delta *d;
   const finback_delta_weights *w;
+  int64_t kept; /* tokens that history and state are advanced by */
   float *history, *state, *out;
 } job;
 
@@ -42,14 +44,14 @@ INLINE void convolve(const job *j, int which, int64_t t, int64_t head, float *to
   }
 }
 
-/* The last inputs of the three convolutions become the history. */
+/* The last inputs of the three convolutions that are kept become the history. */
 static void remember(const job *j, int64_t head) {
   const finback_delta *d = j->d;
   const int64_t K = d->width, C = d->heads * K, past = d->taps - 1;
   const float *const inputs[3] = {d->q, d->k, d->v};
   for (int which = 0; which < 3; which++)
     for (int64_t p = 0; p < past; p++) {
-      const int64_t from = d->tokens - past + p; /* upwards: what is read lies at or after p */
+      const int64_t from = j->kept - past + p; /* upwards: what is read lies at or after p */
       float *rows = j->history + which * past * C + head * K;
       const float *z = from < 0 ? rows + (past + from) * C : inputs[which] + from * C + head * K;
       memmove(rows + p * C, z, (size_t)K * sizeof(float));
@@ -118,9 +120,11 @@ static void one_head(void *context, int64_t head) {
   const finback_delta *d = j->d;
   const int64_t K = d->width, C = d->heads * K;
   float *S = j->state + head * K * K;
-  float *q = finback_alloc((size_t)(6 * K) * sizeof(float));
+  const int has_drafts = j->kept < d->tokens;
+  float *q = finback_alloc((size_t)(6 * K + (has_drafts ? K * K : 0)) * sizeof(float));
   float *k = q + K, *v = k + K, *bk = v + K, *forget = bk + K, *o = forget + K;
   for (int64_t t = 0; t < d->tokens; t++) {
+    if (t == j->kept) S = memcpy(o + K, S, (size_t)(K * K) * sizeof(float)); /* from here on a copy */
     convolve(j, 0, t, head, q);
     convolve(j, 1, t, head, k);
     convolve(j, 2, t, head, v);
@@ -146,8 +150,8 @@ static void one_head(void *context, int64_t head) {
   free(q);
 }
 
-void ISA(delta_attention)(const finback_delta *d, const finback_delta_weights *w, float *history,
-                          float *state, float *out) {
-  job j = {d, w, history, state, out};
+void ISA(delta_attention)(const finback_delta *d, const finback_delta_weights *w, int64_t kept,
+                          float *history, float *state, float *out) {
+  job j = {d, w, kept, history, state, out};
   finback_parallel(d->heads, d->tokens * d->heads * d->width * d->width / 2, one_head, &j);
 }

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define FINBACK_ABI 8
+#define FINBACK_ABI 9
 #define FINBACK_API __attribute__((visibility("default")))
 
 /* The number of this interface; the caller refuses a library with another one. */
@@ -113,9 +113,10 @@ typedef struct {
   float bound, eps;
 } finback_delta_weights;
 
-/* history (3, J-1, C) and state (H, K, K), key by value, are advanced in place; out (T, C). */
+/* history (3, J-1, C) and state (H, K, K), key by value, are advanced in place by the first `kept`
+ * tokens; out (T, C) is of all. */
 FINBACK_API void finback_delta_attention(const finback_delta *d, const finback_delta_weights *w,
-                                         float *history, float *state, float *out);
+                                         int64_t kept, float *history, float *state, float *out);
 
 typedef struct {
   int64_t tokens, seen, heads, nope, extra, rank, value; /* the last `tokens` of `seen` rows are new */

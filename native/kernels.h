@@ -37,9 +37,9 @@
   K(gated, (const float *x, const float *gate, int64_t rows, int64_t width, float *y),             \
     (x, gate, rows, width, y))                                                                     \
   K(delta_attention,                                                                               \
-    (const finback_delta *d, const finback_delta_weights *w, float *history, float *state,         \
-     float *out),                                                                                  \
-    (d, w, history, state, out))                                                                   \
+    (const finback_delta *d, const finback_delta_weights *w, int64_t kept, float *history,         \
+     float *state, float *out),                                                                    \
+    (d, w, kept, history, state, out))                                                             \
   K(latent_attention,                                                                              \
     (const finback_latent *a, const float *q, const float *rows, const float *key,                 \
      const float *value, float *out),                                                              \

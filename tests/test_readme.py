@@ -14,28 +14,30 @@ README = (ROOT / "README.md").read_text()
 
 
 def commands() -> list[str]:
-    """Find every finback command in the README's blocks."""
-    lines = []
-    for kind, body in re.findall(r"```(console|sh)\n(.*?)```", README, re.DOTALL):
-        for line in body.splitlines():
-            line = line.removeprefix("$ ") if kind == "console" and line.startswith("$ ") else line
-            if "finback " in line and line.startswith(("finback", "echo")):
-                lines.append(line)
-    return lines
+    """Find every finback command in the README's sessions."""
+    bodies = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+    lines = [line for body in bodies for line in body.splitlines()]
+    return [line[2:] for line in lines if line.startswith("$ finback ")]
+
+
+def scripts() -> list[str]:
+    """Find every block of shell commands that uses finback."""
+    bodies = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+    return [body for body in bodies if "finback " in body]
 
 
 def test_there_are_commands() -> None:
-    assert len(commands()) >= 6
+    assert len(commands()) >= 3
+    assert len(scripts()) >= 3
 
 
-@pytest.mark.parametrize("command", commands())
-def test_a_command_of_the_readme_runs(command: str) -> None:
-    line = command.replace("finback ", f"{shlex.quote(sys.executable)} -m finback ", 1)
-    if command.startswith("echo"):
-        line = command.replace("| finback ", f"| {shlex.quote(sys.executable)} -m finback ")
+@pytest.mark.parametrize("script", [*commands(), *scripts()])
+def test_the_commands_of_the_readme_run(script: str, tmp_path: Path) -> None:
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    command = f'finback() {{ {shlex.quote(sys.executable)} -m finback "$@"; }}\nset -e\n{script}'
     done = subprocess.run(
-        ["bash", "-c", line],
-        cwd=ROOT,
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=tmp_path,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

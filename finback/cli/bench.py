@@ -207,6 +207,51 @@ def batch(
     )
 
 
+@app.command("draft")
+def draft(
+    model: Annotated[Path, typer.Argument(help="A model folder.", metavar="DIR")],
+    memory: MemoryOption = "auto",
+    spine: SpineOption = "published",
+    tokens: Annotated[int, typer.Option(help="Tokens of each text.", min=2)] = 96,
+    rounds: Annotated[int, typer.Option(help="Rounds to take the median of.", min=1)] = 3,
+    cold: Annotated[bool, typer.Option("--cold", help="Drop cached pages first.")] = False,
+    threads: Annotated[int | None, typer.Option(help="Computing threads.", min=1)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure drafts beside none, where a text repeats its prompt with edits, and in prose."""
+    from finback.bench.draft import measure_drafts
+    from finback.hub.local import find_model
+
+    report = measure_drafts(
+        find_model(model),
+        tokens,
+        rounds,
+        cold,
+        lambda text: output.talk(output.dim(text)),
+        memory=memory,
+        spine=spine,
+        threads=threads,
+        max_sequences=1,
+        context=4 * tokens,
+    )
+    if as_json:
+        output.json_data(report.as_json())
+        return
+    rows = [
+        (
+            r.task,
+            r.drafts,
+            f"{r.tokens_per_s:.3g}",
+            f"{r.speedup:.2f}",
+            f"{r.tokens_per_step:.2f}",
+            f"{r.stood:g} of {r.drafted:g}",
+        )
+        for r in report.rows
+    ]
+    header = ("task", "drafts", "tokens/s", "speedup", "tokens a pass", "stood")
+    output.data(output.table(header, rows, left=(0, 1)))
+
+
 def _numbers(text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]

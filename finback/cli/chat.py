@@ -9,6 +9,7 @@ from finback.cli.run import (
     ActivationsOption,
     Answer,
     ContextOption,
+    DraftsOption,
     MaxTokens,
     MemoryOption,
     MinP,
@@ -51,6 +52,7 @@ def chat(
     memory: MemoryOption = "auto",
     spine: SpineOption = "published",
     context: ContextOption = None,
+    drafts: DraftsOption = "off",
 ) -> None:
     """Talk with a model. /help lists what can be typed besides messages."""
     sampling = sampling_of(locals())
@@ -63,6 +65,7 @@ def chat(
         memory=memory,
         spine=spine,
         context=context,
+        drafts=drafts,
         max_sequences=1,
     ) as llm:
         if llm.chat_format is None:

@@ -60,6 +60,19 @@ def profile_text(llm: "LLM", out: "Completion") -> str:
         used, wasted = counts.get("guesses_used", 0), counts.get("guesses_wasted", 0)
         guesses = f"; of {counts['guesses']} guesses {used} were used and {wasted} wasted"
     rows.append(f"{'experts':<9} {s.whole.hit_rate:.0%} were in memory{guesses}")
+    if s.whole.counts.get("drafts"):
+        stood, steps = s.whole.counts.get("drafts_stood", 0), s.whole.counts["steps"]
+        rows.append(
+            f"{'drafts':<9} {stood} of {s.whole.counts['drafts']} stood; "
+            f"{s.tokens / max(1, d.counts.get('steps', steps)):.2f} tokens a pass while decoding"
+        )
+    steps, used = s.whole.counts.get("steps", 0), s.whole.counts.get("experts_used", 0)
+    if steps and used:
+        layers = max(1, len(llm.engine.model.shape.routed_layers))
+        rows.append(
+            f"{'passes':<9} {steps}, of {s.whole.counts.get('rows', 0) / steps:.1f} rows and "
+            f"{used / steps / layers:.1f} different experts a layer"
+        )
     parts = ((name, size) for name, size in llm.plan.parts.items() if size)
     plan = ", ".join(f"{name} {human_bytes(size)}" for name, size in parts)
     held, budget = human_bytes(peak_bytes()), human_bytes(llm.plan.budget)

@@ -98,6 +98,13 @@ PolicyOption = Annotated[
         "--heat has most of."
     ),
 ]
+DraftsOption = Annotated[
+    str,
+    typer.Option(
+        help="Guess tokens and verify several in one pass, while it pays: off, or lookup (what "
+        "followed the last tokens when they occurred before). The text stays the same."
+    ),
+]
 Thinking = Annotated[
     bool, typer.Option("--think/--no-think", help="Let the model reason before it answers.")
 ]
@@ -141,6 +148,7 @@ def run(
         typer.Option(help="Keep across runs, in this file, which experts are used much."),
     ] = None,
     policy: PolicyOption = DEFAULT_POLICY,
+    drafts: DraftsOption = "off",
     trace: Annotated[
         Path | None,
         typer.Option(help="Record which experts were used, for `finback replay`."),
@@ -206,6 +214,7 @@ def run(
         memory=memory,
         spine=spine,
         policy=policy,
+        drafts=drafts,
         heat=None if heat is None else str(heat),
         context=context,
         max_sequences=min(len(prompts), SEQUENCES),

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import logging
 import secrets
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from contextlib import closing
@@ -12,6 +13,7 @@ import numpy as np
 
 from finback.checkpoint.formats import Array
 from finback.config import SamplingParams
+from finback.engine.drafts import DraftController, PromptLookup
 from finback.engine.sampler import adjust, pick, rate, refuse_no_numbers
 from finback.engine.scheduler import Batch, Scheduler, StepLimits, Wanted
 from finback.engine.sequence import Constraint, Delta, Sequence
@@ -27,7 +29,11 @@ class Engine:
     """Pushes sequences through a model, all of them together. For use by one thread."""
 
     def __init__(
-        self, model: Model, limits: StepLimits, spans: Spans, stop_ids: Iterable[int] = ()
+        self,
+        model: Model,
+        limits: StepLimits,
+        spans: Spans,
+        stop_ids: Iterable[int] = (),
     ) -> None:
         """Take a loaded model.
 
@@ -39,6 +45,7 @@ class Engine:
         most = model.shape.max_positions
         self.context = min(limits.context or most, most)  # tokens of a sequence
         self._scheduler = Scheduler(limits)
+        self.drafts: DraftController | None = None  # says how many pay; none are made without
         self._numbers = itertools.count(1)
 
     @property
@@ -137,9 +144,12 @@ class Engine:
         Sequences that are still reading their prompt gain nothing yet and give no delta. A pass
         that fails leaves the states of its sequences half advanced: they all end with that error.
         """
+        if self.drafts is not None:
+            self._propose(self.drafts)
         batch = self._scheduler.next_batch()
         if batch is None:
             return []
+        start = time.perf_counter()
         with self.spans.span("step"):
             try:
                 deltas = self._run(batch)
@@ -149,6 +159,8 @@ class Engine:
                 for sequence in batch.sequences:
                     self._scheduler.remove(sequence.number)
                 raise
+        if self.drafts is not None:
+            self._learn(self.drafts, batch, time.perf_counter() - start)
         self.spans.count("steps", 1)
         self.spans.count("rows", len(batch.tokens.ids))
         logger.debug(
@@ -216,6 +228,7 @@ class Engine:
         # Damaged weights may overflow; what comes out of it is refused below.
         with np.errstate(all="ignore"):
             rows = self.model.forward(batch.tokens)
+            lengths = [len(sequence.tokens) for sequence in batch.sequences]
             for sequence, run in zip(batch.sequences, batch.tokens.runs, strict=True):
                 sequence.state.position += run.stop - run.start
             gained: dict[int, Delta] = {}
@@ -223,12 +236,11 @@ class Engine:
                 each = itertools.chain.from_iterable(blocks)
                 for wanted, logits in zip(batch.wanted, each, strict=True):
                     self._take(wanted, logits, gained)
-        for sequence in batch.sequences:
-            if (
-                sequence.is_only_rated
-                and sequence.number in self._scheduler
-                and not sequence.behind
-            ):
+        for sequence, length in zip(batch.sequences, lengths, strict=True):
+            if sequence.drafts:
+                self.spans.count("drafts_stood", sequence.settle_drafts(length))
+            is_live = sequence.number in self._scheduler
+            if sequence.is_only_rated and is_live and not sequence.behind:
                 self._scheduler.remove(sequence.number)
                 sequence.finish_reason = "length"
                 before = gained.get(sequence.number) or Delta(sequence.number)
@@ -239,11 +251,11 @@ class Engine:
         """Use logits (V,): rate a token of the prompt, or pick the next one of the answer."""
         sequence, index = wanted.sequence, wanted.index
         before = gained.get(sequence.number) or Delta(sequence.number)
-        if before.finish_reason is not None:  # an earlier row has failed
+        if before.finish_reason is not None or wanted.is_in_vain:
             return
         try:
             refuse_no_numbers(logits, index)
-            if wanted.is_pick:
+            if index == len(sequence.tokens):
                 gained[sequence.number] = self._extend(sequence, logits, before)
                 return
             rated = rate(logits, sequence.tokens[index], sequence.sampling.prompt_logprobs or 0)
@@ -273,11 +285,31 @@ class Engine:
         rated = [] if sampling.logprobs is None else [rate(logits, token, sampling.logprobs)]
         return dataclasses.replace(
             before,
-            token_ids=gained,
+            token_ids=before.token_ids + gained,
             finish_reason=sequence.finish_reason,
             ends_with_stop_token=token in sequence.stop_ids,
-            rated=rated,
+            rated=before.rated + rated,
         )
+
+    def _propose(self, controller: DraftController) -> None:
+        """Draft for every answer that goes on, as far as it pays."""
+        answering = self._scheduler.answering
+        for sequence in answering:
+            if sequence.lookup is None:
+                sequence.lookup = PromptLookup()
+            room = sequence.max_length - len(sequence.tokens) - 1
+            width = controller.width(len(answering), sequence.chance)
+            sequence.drafts = sequence.lookup.propose(sequence.tokens, min(width, room))
+            self.spans.count("drafts", len(sequence.drafts))
+
+    def _learn(self, controller: DraftController, batch: Batch, seconds: float) -> None:
+        """Keep how long a step took, if it had nothing but answers."""
+        certain = len(batch.sequences)
+        drafts = sum(run.drafts for run in batch.tokens.runs)
+        if len(batch.tokens.ids) == certain + drafts:
+            pairs = zip(batch.sequences, batch.tokens.runs, strict=True)
+            stood = sum(sequence.stood for sequence, run in pairs if run.drafts)
+            controller.note(certain, drafts, stood, seconds)
 
     def _append_forced(self, sequence: Sequence, limit: Constraint) -> list[int]:
         """Append tokens that leave no choice: they are computed, but nothing is sampled."""

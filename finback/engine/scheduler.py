@@ -36,11 +36,13 @@ class Wanted:
 
     sequence: Sequence
     index: int
+    draft: int | None = None  # what was taken for the token before; if it is another, forget this
 
     @property
-    def is_pick(self) -> bool:
-        """Tell whether a new token is to be picked."""
-        return self.index == len(self.sequence.tokens)
+    def is_in_vain(self) -> bool:
+        """Tell whether this follows a draft that did not stand."""
+        tokens = self.sequence.tokens
+        return self.draft is not None and (len(tokens) != self.index or tokens[-1] != self.draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,11 @@ class Scheduler:
     def __len__(self) -> int:
         return len(self._live)
 
+    @property
+    def answering(self) -> list[Sequence]:
+        """List the sequences that would have one row in the next step."""
+        return [s for s in self._live.values() if s.behind == 1 and s.state.position > 0]
+
     def next_batch(self) -> Batch | None:
         """Fill a batch, or say that there is nothing to do."""
         self._step += 1
@@ -90,7 +97,7 @@ class Scheduler:
             is_prompt = sequence.behind > 1
             if is_prompt and is_awaited:
                 room = min(room, prompt_rows)
-            count = min(sequence.behind, room)
+            count = min(sequence.behind + len(sequence.drafts), room)
             if count <= 0 or (not sequence.state.is_kept and count < sequence.behind):
                 continue
             if is_prompt:
@@ -98,12 +105,16 @@ class Scheduler:
             else:
                 is_awaited |= not sequence.is_background
             start = sequence.state.position
-            runs.append(Run(sequence.state, len(ids), len(ids) + count))
+            drafts = sequence.drafts[: max(0, count - sequence.behind)]
+            sequence.drafts = drafts
+            runs.append(Run(sequence.state, len(ids), len(ids) + count, drafts=len(drafts)))
             for index in range(max(start + 1, sequence.rated_from), start + count + 1):
-                if index < sequence.num_prompt or index == len(sequence.tokens):
+                beyond = index - len(sequence.tokens)
+                if index < sequence.num_prompt or beyond >= 0:
                     rows.append(len(ids) + index - start - 1)
-                    wanted.append(Wanted(sequence, index))
-            ids += sequence.tokens[start : start + count]
+                    draft = drafts[beyond - 1] if beyond > 0 else None
+                    wanted.append(Wanted(sequence, index, draft))
+            ids += (sequence.tokens + drafts)[start : start + count]
             chosen.append(sequence)
             sequence.served_at = self._step
         if not runs:

@@ -5,6 +5,7 @@ from typing import Literal, Protocol
 
 from finback.checkpoint.formats import Mask
 from finback.config import SamplingParams
+from finback.engine.drafts import FIRST_CHANCE, PromptLookup, chance_after
 from finback.errors import FinbackError
 from finback.models.state import SequenceState
 
@@ -55,6 +56,10 @@ class Sequence:
     rated_from: int  # the first token whose likelihood is wanted; beyond the prompt if none is
     constraint: Constraint | None = None
     is_background: bool = False
+    lookup: PromptLookup | None = None  # drafts come from here
+    drafts: list[int] = field(default_factory=list)  # for the next step, after `tokens`
+    chance: float = FIRST_CHANCE  # that a draft stands
+    stood: int = 0  # drafts of the last step
     served_at: int = 0  # the last step with rows of this sequence, or the one that it came in
     finish_reason: FinishReason | None = None
 
@@ -62,6 +67,21 @@ class Sequence:
     def behind(self) -> int:
         """Count the tokens not computed yet; the last one of a text that is only rated never is."""
         return len(self.tokens) - self.is_only_rated - self.state.position
+
+    def settle_drafts(self, length: int) -> int:
+        """Take the drafts that stand as computed and forget the others; tell how many stood.
+
+        Args:
+            length: Of `tokens` before the step; drafts were taken for those that follow.
+        """
+        tried, new = len(self.drafts), self.tokens[length:]
+        pairs = zip(self.drafts, new[:-1], strict=False)  # the last token is never computed yet
+        most = max(0, min(tried, len(new) - 1))
+        self.stood = next((n for n, (a, b) in enumerate(pairs) if a != b), most)
+        self.state.go_back(length + self.stood)
+        self.chance = chance_after(self.chance, tried, self.stood)
+        self.drafts = []
+        return self.stood
 
     @property
     def is_only_rated(self) -> bool:

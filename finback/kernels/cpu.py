@@ -260,7 +260,12 @@ class Cpu:
         return y
 
     def delta_attention(
-        self, rows: DeltaRows, weights: DeltaWeights, history: Array, state: Array
+        self,
+        rows: DeltaRows,
+        weights: DeltaWeights,
+        history: Array,
+        state: Array,
+        kept: int | None = None,
     ) -> Array:
         """See `Ops.delta_attention`."""
         heads, width, _ = state.shape
@@ -282,6 +287,7 @@ class Cpu:
         self._lib.finback_delta_attention(
             byref(struct),
             _delta_weights(weights, heads, width),
+            tokens if kept is None else min(kept, tokens),
             _pointer("history", history, (3, num_taps - 1, channels)),
             _pointer("state", state, (heads, width, width)),
             _address(out),

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import finback.kernels
 from finback.errors import UsageError
 
-ABI = 8
+ABI = 9
 ISAS = ("base", "avx2", "avx512", "neon")
 LIBRARY_NAMES = ("libfinback.so", "libfinback.dylib")
 FORMAT_NUMBERS = {"f32": 0, "bf16": 1, "f16": 2, "mxfp4": 3, "int8": 4, "int4": 5, "fp8": 6}
@@ -93,7 +93,7 @@ _ARGUMENTS = {
     "rms_norm": (c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p),
     "mix": (c_void_p, c_int64, c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p),
     "gated": (c_void_p, c_void_p, c_int64, c_int64, c_void_p),
-    "delta_attention": (c_void_p,) * 5,
+    "delta_attention": (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
     "latent_attention": (c_void_p,) * 6,
     "shares": (c_void_p, c_int64, c_float, c_float, c_void_p, c_void_p),
     "likeliest": (c_void_p, c_int64, c_int64, c_void_p),

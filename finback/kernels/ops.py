@@ -71,15 +71,27 @@ class DeltaRows:
     gate: Array
 
     def part(self, rows: slice) -> "DeltaRows":
-        """Give some of the tokens."""
-        return DeltaRows(
-            self.q[rows],
-            self.k[rows],
-            self.v[rows],
-            self.decay[rows],
-            self.beta[rows],
-            self.gate[rows],
-        )
+        """Give some of the tokens; a view."""
+        return DeltaRows(*(array[rows] for array in self.arrays))
+
+    def copy(self) -> "DeltaRows":
+        """Give the same in memory of its own."""
+        return DeltaRows(*(array.copy() for array in self.arrays))
+
+    def followed_by(self, later: "DeltaRows") -> "DeltaRows":
+        """Give these tokens and later ones."""
+        pairs = zip(self.arrays, later.arrays, strict=True)
+        return DeltaRows(*(np.concatenate(pair) for pair in pairs))
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """List the arrays in their order."""
+        return (self.q, self.k, self.v, self.decay, self.beta, self.gate)
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the bytes."""
+        return sum(array.nbytes for array in self.arrays)
 
 
 # How rows are rounded before a product with quantised weights; 0 leaves them float32.
@@ -166,13 +178,18 @@ class Ops(Protocol):
         ...
 
     def delta_attention(
-        self, rows: DeltaRows, weights: DeltaWeights, history: Array, state: Array
+        self,
+        rows: DeltaRows,
+        weights: DeltaWeights,
+        history: Array,
+        state: Array,
+        kept: int | None = None,
     ) -> Array:
         """Run Kimi delta attention token by token: -> (T, C), before the output matrix.
 
         Short convolutions with SiLU, unit lengths, decay, gated delta rule, norm and gate.
         `history` (3, J-1, C), the last inputs of q, k and v, and `state` (H, K, K), key by
-        value, are advanced in place.
+        value, are advanced in place by the first `kept` tokens, by all if None.
         """
         ...
 

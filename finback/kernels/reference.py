@@ -123,9 +123,19 @@ class Reference:
         return out
 
     def delta_attention(
-        self, rows: DeltaRows, weights: DeltaWeights, history: Array, state: Array
+        self,
+        rows: DeltaRows,
+        weights: DeltaWeights,
+        history: Array,
+        state: Array,
+        kept: int | None = None,
     ) -> Array:
         """See `Ops.delta_attention`. Source: Kimi Team 2025, "Kimi Linear", section 3."""
+        if kept is not None and kept < len(rows.q):
+            first, rest = rows.part(slice(kept)), rows.part(slice(kept, None))
+            certain = self.delta_attention(first, weights, history, state)
+            drafts = self.delta_attention(rest, weights, history.copy(), state.copy())
+            return np.concatenate([certain, drafts])
         heads, width = len(state), state.shape[1]
 
         def by_head(x: Array) -> Array:

@@ -49,6 +49,7 @@ class Run:
     start: int
     stop: int
     is_cut: bool = False  # more rows of the sequence follow in the same step
+    drafts: int = 0  # of the rows at the end: they may turn out wrong
 
     @property
     def rows(self) -> slice:
@@ -89,6 +90,7 @@ class TokenBatch:
                         max(run.start, start) - start,
                         min(run.stop, stop) - start,
                         run.is_cut or run.stop > stop,
+                        max(0, min(run.stop, stop) - max(run.stop - run.drafts, start)),
                     )
                     for run in self.runs
                     if run.start < stop and run.stop > start

@@ -129,7 +129,9 @@ class Kda:
         for run in runs:
             state = run.state.enter(self.layer, self.new_state)
             some = rows if len(runs) == 1 else rows.part(run.rows)
-            parts.append(ops.delta_attention(some, self._rest, state.history, state.matrix))
+            some, kept, before = state.take(some, len(some.q) - run.drafts)
+            out = ops.delta_attention(some, self._rest, state.history, state.matrix, kept)
+            parts.append(out[before:])
             if not run.is_cut:
                 run.state.leave(self.layer)
         return ops.linear(parts[0] if len(parts) == 1 else np.concatenate(parts), self._o)

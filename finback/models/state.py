@@ -7,19 +7,43 @@ from typing import TypeVar, cast
 import numpy as np
 
 from finback.checkpoint.formats import Array
+from finback.kernels.ops import DeltaRows
 
 
 @dataclass(slots=True)
 class RecurrentState:
-    """What a delta-attention layer remembers: a fixed number of bytes, float32."""
+    """What a delta-attention layer remembers: a fixed number of bytes, float32.
+
+    A recurrence cannot go back. So drafts do not enter the matrix: what they brought to the layer
+    is held in `pending`, and those that stand enter it with the next step's tokens.
+    """
 
     matrix: Array  # (H, K, K), key by value
     history: Array  # (3, J-1, C): the last inputs of the convolutions of q, k and v
+    pending: DeltaRows | None = None
+
+    def take(self, rows: DeltaRows, certain: int) -> tuple[DeltaRows, int, int]:
+        """Say what is to be computed for new rows, of which the first `certain` are no drafts.
+
+        Returns:
+            All rows, how many of them enter the matrix, and how many are there from before.
+        """
+        before = self.pending
+        count = 0 if before is None else len(before.q)
+        self.pending = rows.part(slice(certain, None)).copy() if certain < len(rows.q) else None
+        return rows if before is None else before.followed_by(rows), count + certain, count
+
+    def drop_last(self, count: int) -> None:
+        """Go back by tokens, which must have been drafts."""
+        left = (0 if self.pending is None else len(self.pending.q)) - count
+        assert left >= 0
+        self.pending = self.pending.part(slice(left)) if self.pending is not None and left else None
 
     @property
     def num_bytes(self) -> int:
         """Count the bytes held."""
-        return self.matrix.nbytes + self.history.nbytes
+        pending = 0 if self.pending is None else self.pending.num_bytes
+        return self.matrix.nbytes + self.history.nbytes + pending
 
 
 class LatentState:
@@ -42,6 +66,11 @@ class LatentState:
         self._buffer[self.length : needed] = rows
         self.length = needed
         return self._buffer[:needed]
+
+    def drop_last(self, count: int) -> None:
+        """Go back by tokens."""
+        assert count <= self.length
+        self.length -= count
 
     @property
     def num_bytes(self) -> int:
@@ -75,6 +104,13 @@ class SequenceState:
         """Tell that a layer has seen all rows of this step."""
         if not self.is_kept:
             del self.layers[layer]
+
+    def go_back(self, position: int) -> None:
+        """Forget the tokens after a position; they must have been drafts of the last step."""
+        count = self.position - position
+        for layer in self.layers.values() if count else ():
+            layer.drop_last(count)
+        self.position = position
 
     @property
     def num_bytes(self) -> int:

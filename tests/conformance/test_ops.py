@@ -467,6 +467,23 @@ def test_delta_rule_step_by_step() -> None:
         close(state[h], s, 1e-4)
 
 
+@pytest.mark.parametrize("kept", range(7))
+@pytest.mark.parametrize("width", [5, 64])
+def test_tokens_that_are_not_kept_leave_no_trace(ops: Ops, kept: int, width: int) -> None:
+    T, H, C = 6, 2, 2 * width
+    rows, w = delta_case(T, H, width, -5.0)
+    start, before = normal(H, width, width), normal(3, 3, C)
+    whole = ops.delta_attention(rows, w, before.copy(), start.copy())
+    state, history = start.copy(), before.copy()
+    out = ops.delta_attention(rows, w, history, state, kept)
+    np.testing.assert_array_equal(out, whole)
+    wanted, remembered = start.copy(), before.copy()
+    if kept:
+        ops.delta_attention(rows.part(slice(kept)), w, remembered, wanted)
+    np.testing.assert_array_equal(state, wanted)
+    np.testing.assert_array_equal(history, remembered)
+
+
 @pytest.mark.parametrize("bound", [-5.0, None])
 @pytest.mark.parametrize("width", [5, 64, 72])
 def test_delta_attention_step_by_step(ops: Ops, bound: float | None, width: int) -> None:

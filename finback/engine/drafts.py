@@ -1,0 +1,94 @@
+"""Guessing an answer's next tokens, so that several are verified in one pass over the layers.
+
+A draft stands exactly when it is the token that the sampler picks at its position, so drafts change
+no text. What they change is the number of rows in a step, and from a disk each row may ask for
+experts of its own: they are only made while they pay.
+"""
+
+from collections.abc import Sequence
+
+GRAM = 3  # tokens that must have occurred before, for what followed them to be drafted
+MOST = 16  # drafts of a sequence in a step
+FIRST_CHANCE = 0.6  # believed of a draft before any was verified
+MEMORY = 0.8  # how much of the past stays at each measurement
+ALLOWED_LOSS = 0.01  # of the time spent so far, on drafts that did not pay
+
+
+class PromptLookup:
+    """Drafts what followed the last tokens when they occurred before, in prompt or answer.
+
+    Source: Saxena 2023, "Prompt lookup decoding". Belongs to one sequence.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing seen."""
+        self._ends: dict[tuple[int, ...], int] = {}  # of each group of tokens, where it ended last
+        self._seen = 0
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Give at most `most` tokens that may follow `tokens`, which only ever grow."""
+        if len(tokens) < GRAM or most < 1:
+            return []
+        # All groups but the last one, which would find itself.
+        for end in range(max(self._seen, GRAM), len(tokens)):
+            self._ends[tuple(tokens[end - GRAM : end])] = end
+        self._seen = max(GRAM, len(tokens))
+        found = self._ends.get(tuple(tokens[-GRAM:]))
+        return [] if found is None else list(tokens[found : found + most])
+
+
+class DraftController:
+    """Says how many drafts pay, from what steps with and without them took.
+
+    `certain` rows without drafts take c seconds and each draft m more. Of drafts that stand with
+    chance p each, d bring p + p² + … + p^d tokens; the number with the best rate is taken, and none
+    where that is not better than without. What was lost on drafts is bounded whatever was believed.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing measured."""
+        self._base: dict[int, float] = {}  # c by the number of certain rows
+        self._each: dict[int, float] = {}  # m
+        self._spent, self._won = 0.0, 0.0  # seconds of all steps; won by drafts, or lost
+
+    def width(self, certain: int, chance: float, most: int = MOST) -> int:
+        """Say how many drafts a sequence may have in a step.
+
+        Args:
+            certain: Rows of the step without drafts.
+            chance: That a draft of this sequence stands.
+            most: Never more than these.
+        """
+        base = self._base.get(certain)
+        if base is None or self._won < -ALLOWED_LOSS * self._spent - base:
+            return 0
+        each = self._each.get(certain, base / certain / 2)
+        best, width, tokens = certain / base, 0, float(certain)
+        for count in range(1, most + 1):
+            tokens += chance**count
+            rate = tokens / (base + each * count)
+            if rate > best:
+                best, width = rate, count
+        return width
+
+    def note(self, certain: int, drafts: int, stood: int, seconds: float) -> None:
+        """Take in what a step took that had nothing but answers' tokens and drafts."""
+        self._spent += seconds
+        base = self._base.get(certain)
+        if drafts == 0 or base is None:
+            self._base[certain] = seconds if base is None else _mix(base, seconds)
+            return
+        self._won += base * (1 + stood / certain) - seconds
+        each = max(0.0, (seconds - base) / drafts)
+        before = self._each.get(certain)
+        self._each[certain] = each if before is None else _mix(before, each)
+
+
+def chance_after(chance: float, drafts: int, stood: int) -> float:
+    """Learn from verified drafts how likely one stands; those after a wrong one tell nothing."""
+    tried = min(drafts, stood + 1)
+    return _mix(chance, stood / tried) if tried else chance
+
+
+def _mix(before: float, now: float) -> float:
+    return MEMORY * before + (1 - MEMORY) * now

@@ -1,0 +1,179 @@
+"""Drafts change how many passes an answer takes, and nothing else."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finback import LLM
+from finback.config import SamplingParams
+from finback.engine.drafts import DraftController, PromptLookup, chance_after
+from finback.engine.engine import Engine
+from finback.engine.scheduler import StepLimits
+from finback.models.base import Run, TokenBatch
+from finback.models.state import SequenceState
+from finback.spans import Spans
+from tests.conftest import DATA, TINY
+from tests.engine.test_engine import Counting
+from tests.helpers import extend, load_all, logits_of
+
+
+def test_what_followed_before_is_proposed() -> None:
+    lookup, tokens = PromptLookup(), [1, 2, 3, 4, 5, 9, 1, 2, 3]
+    assert lookup.propose(tokens, 4) == [4, 5, 9, 1]
+    tokens += [4, 7]
+    assert lookup.propose(tokens, 4) == []
+    tokens += [2, 3, 4]
+    assert lookup.propose(tokens, 2) == [7, 2]  # what came last
+    assert PromptLookup().propose([1, 2], 3) == []
+    assert PromptLookup().propose([1, 1, 1, 1], 3) == [1]
+
+
+def test_drafts_are_made_while_they_pay() -> None:
+    controller = DraftController()
+    assert controller.width(1, 0.9) == 0  # nothing is known of steps without
+    controller.note(1, 0, 0, 1.0)
+    assert controller.width(1, 0.95) > 4
+    controller.note(1, 2, 2, 1.1)  # a draft costs next to nothing
+    assert controller.width(1, 0.9) > 10
+    for _ in range(40):
+        controller.note(1, 2, 0, 3.0)  # as much as a token
+    assert controller.width(1, 0.5) == 0
+
+
+def test_what_drafts_may_lose_is_bounded() -> None:
+    controller = DraftController()
+    for _ in range(500):
+        controller.note(1, 0, 0, 1.0)
+    lost = 0
+    for _ in range(500):
+        width = controller.width(1, 0.99)  # however sure they look
+        controller.note(1, width, 0, 1.0 + 0.1 * width)
+        lost += width * 0.1
+    assert lost < 0.02 * 1000 + 3
+
+
+def test_chances_are_learnt_from_what_was_tried() -> None:
+    assert chance_after(0.6, 4, 4) > 0.6
+    assert chance_after(0.6, 4, 0) < 0.6
+    assert chance_after(0.6, 0, 0) == 0.6
+
+
+class Always(DraftController):
+    """Drafts as many as it is told."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def width(self, certain: int, chance: float, most: int = 16) -> int:
+        return self._most
+
+
+class Chosen(PromptLookup):
+    """Proposes right or wrong tokens as it is told, for a model that counts upwards."""
+
+    def __init__(self, wrong_at: Sequence[int]) -> None:
+        self._wrong = list(wrong_at)
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        wrong = self._wrong.pop(0) if self._wrong else 99
+        return [(tokens[-1] + 1 + n + (n >= wrong)) % 50 for n in range(most)]
+
+
+@given(
+    wrong_at=st.lists(st.integers(0, 5), max_size=20),
+    width=st.integers(0, 5),
+    rows=st.integers(1, 9),
+    length=st.integers(1, 25),
+    stop=st.sampled_from([None, 9, 20]),
+)
+def test_any_drafts_give_the_same_tokens(
+    wrong_at: list[int], width: int, rows: int, length: int, stop: int | None
+) -> None:
+    results = []
+    for most in (0, width):
+        model = Counting()
+        engine = Engine(model, StepLimits(max_rows=rows), Spans(), () if stop is None else (stop,))
+        engine.drafts = Always(most) if most else None
+        sampling = SamplingParams(temperature=0, max_tokens=length)
+        numbers = [engine.add([n, n + 1, n + 2], sampling) for n in (3, 15)]
+        for sequence in engine._scheduler._live.values():
+            sequence.lookup = Chosen(wrong_at)
+        got: dict[int, tuple[list[int], Any]] = {number: ([], None) for number in numbers}
+        while not engine.is_idle:
+            for delta in engine.step():
+                before = got[delta.number][0]
+                got[delta.number] = (before + delta.token_ids, delta.finish_reason)
+            engine.check()
+        results.append((list(got.values()), len(model.batches)))
+    assert results[0][0] == results[1][0]
+    assert results[1][1] <= results[0][1]
+
+
+@pytest.mark.parametrize("stood", range(5))
+def test_going_back_is_as_if_it_had_not_been(tiny: Path, stood: int) -> None:
+    """Four drafts, of which some stand; then the same tokens as without."""
+    model = load_all(tiny).model
+    prompt, drafts, rest = [5, 6, 7, 8, 9, 3, 2], [11, 12, 13, 14], [20, 21]
+    plain = SequenceState()
+    for ids in (prompt, drafts[:stood], rest, [30]):
+        if ids:
+            expected = extend(model, plain, ids)
+    state = SequenceState()
+    extend(model, state, prompt)
+    for more in (drafts, drafts[::-1]):  # twice, so that some pend from before
+        ids = np.array(more, np.int64)
+        run = Run(state, 0, len(ids), drafts=len(ids))
+        logits_of(model, TokenBatch(ids, (run,), np.arange(len(ids))))
+        state.position += len(ids)
+        state.go_back(len(prompt) + stood)  # of the second four none stand
+    for ids in (rest, [30]):
+        got = extend(model, state, ids)
+    np.testing.assert_array_equal(got, expected)
+    assert state.num_bytes >= plain.num_bytes
+    assert state.position == plain.position
+
+
+@settings(max_examples=10)
+@given(
+    seed=st.integers(0, 50),
+    temperature=st.sampled_from([0.0, 0.4, 1.0]),
+    width=st.integers(1, 16),
+    slots=st.sampled_from([1, None]),
+    name=st.sampled_from(TINY),
+)
+def test_the_same_text_with_and_without_drafts(
+    seed: int, temperature: float, width: int, slots: int | None, name: str
+) -> None:
+    options: dict[str, Any] = {"max_tokens": 24, "seed": seed, "temperature": temperature}
+    prompt = "the sea the sea the sea and the ship the sea and the"
+    with LLM(DATA / name, expert_slots=slots) as llm:
+        alone = llm.generate(prompt, logprobs=1, **options)
+        schema = llm.generate(prompt, json_schema={"type": "array"}, **options)
+        llm.engine.drafts = Always(width)
+        drafted = llm.generate(prompt, logprobs=1, **options)
+        assert (drafted.token_ids, drafted.text) == (alone.token_ids, alone.text)
+        assert drafted.logprobs == alone.logprobs
+        assert drafted.finish_reason == alone.finish_reason
+        again = llm.generate([prompt, "x", prompt], **options)
+        assert again[2].token_ids == alone.token_ids
+        held = llm.generate(prompt, json_schema={"type": "array"}, **options)
+        assert held.token_ids == schema.token_ids
+        llm.engine.check()
+
+
+def test_drafts_that_stand_save_passes() -> None:
+    with LLM(drafts="lookup") as llm:
+        text = "The old man went down to the sea. " * 6
+        start = llm.spans.snapshot()
+        out = llm.generate(text, max_tokens=40, temperature=0, repetition_penalty=1.0)
+        counts = llm.spans.since(start).counts
+    with LLM() as llm:
+        assert llm.generate(text, max_tokens=40, temperature=0).token_ids == out.token_ids
+    assert counts["drafts_stood"] <= counts["drafts"]
+    assert counts["steps"] + counts["drafts_stood"] == 40
