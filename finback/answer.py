@@ -31,6 +31,11 @@ class RunStats:
     disk_gbps: float | None = None  # the most that this disk gives; None where it was not asked
 
     @property
+    def restored_tokens(self) -> int:
+        """Tokens of the prompt whose state was kept from before."""
+        return self.whole.counts.get("tokens_restored", 0)
+
+    @property
     def prompt_s(self) -> float:
         """Seconds until the answer's first token."""
         return self.prompt.wall_s
@@ -81,6 +86,7 @@ class Completion:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     seed: int = 0
     stats: RunStats = field(default_factory=RunStats)
@@ -195,7 +201,7 @@ class OpenAnswer:
     def begin(self, engine: Engine, spans: Spans, disk_gbps: float | None) -> int:
         """Hand the prompt to an engine; gives the number of its deltas."""
         self._totals, self._engine = Totals(spans), engine
-        self.out.seed = self._params.seed or 0
+        self.out.seed, self.out.prompt_ids = self._params.seed or 0, self._ids
         self.out.stats.prompt_tokens, self.out.stats.disk_gbps = len(self._ids), disk_gbps
         self._number = engine.add(self._ids, self._params, self._constraint)
         return self._number

@@ -59,6 +59,8 @@ class EngineConfig:
     # Tokens that are guessed and verified together: what followed the last ones when they occurred
     # before (`lookup`), while it pays, or none (`off`). They change no text.
     drafts: str = "off"
+    states: str | None = None  # a folder where states of prefixes are kept; nothing is if None
+    states_quota: str = "32GiB"  # of that folder, for all models; or `20%` of its disk
     guesses: bool = True  # read experts ahead that may be wanted
     read_threads: int = 4  # for each disk
     direct_reads: bool = True  # past the page cache, where that is possible
@@ -96,6 +98,11 @@ class EngineConfig:
             raise UsageError(f"spine is published, int8, int4 or a folder, not {self.spine!r}")
         if self.heat is not None and (not isinstance(self.heat, str) or not self.heat):
             raise UsageError(f"heat is the path of a file, not {self.heat!r}")
+        if self.states is not None and (not isinstance(self.states, str) or not self.states):
+            raise UsageError(f"states is the path of a folder, not {self.states!r}")
+        if not isinstance(self.states_quota, str):
+            raise UsageError(f"states_quota is a text such as 32GiB, not {self.states_quota!r}")
+        parse_bytes(self.states_quota, 1 << 40)
         if not isinstance(self.memory, str):
             raise UsageError(f"memory is a text such as 4GiB, 50% or auto, not {self.memory!r}")
         if self.memory != "auto":

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import secrets
+import shutil
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -13,6 +14,7 @@ from typing import Any, Self, overload
 
 from finback.answer import ChatCompletion, ChatReader, Completion, OpenAnswer, PlainReader, RunStats
 from finback.checkpoint.files import read_json_if_there
+from finback.checkpoint.fingerprint import fingerprint
 from finback.checkpoint.formats import Array
 from finback.checkpoint.hf import SAMPLING_KEYS, read_sampling, read_stop_ids
 from finback.checkpoint.index import Checkpoint, open_checkpoint
@@ -21,6 +23,7 @@ from finback.engine.drafts import DraftController
 from finback.engine.engine import Engine
 from finback.engine.scheduler import StepLimits
 from finback.engine.sequence import Delta, TokenLogprob
+from finback.engine.snapshots import SnapshotStore
 from finback.errors import CheckpointError, FinbackError, RequestError, UsageError
 from finback.hub.local import STORYTELLER, find_model
 from finback.kernels.backends import best_backend
@@ -32,12 +35,13 @@ from finback.storage.arena import reserve
 from finback.storage.extents import Extent
 from finback.storage.probe import LEAST_MEMORY, MEMORY_BYTES, DiskRate, measure_ceiling
 from finback.storage.trace import Recorder
-from finback.text.chat import ChatFormat, ChatOptions, load_chat
+from finback.text.chat import ChatFormat, ChatOptions, continue_ids, load_chat
 from finback.text.grammar import Grammars
 from finback.text.parse import Piece, collect
 from finback.text.stream import TextStream
 from finback.text.tokenizer import load_tokenizer, read_tokenizer_config, token_text
 from finback.text.xtml import Message
+from finback.units import parse_bytes
 
 __all__ = [
     "LLM",
@@ -126,6 +130,8 @@ class LLM:
             ends = self._stop_ids(checkpoint.config, generation)
             self.engine = Engine(self._loaded.model, limits, self.spans, ends)
             self.use_drafts(config.drafts)
+            if config.states is not None:
+                self.engine.snapshots = self._open_states(checkpoint, config)
             self._grammars = Grammars(self.tokenizer, self._loaded.model.shape.vocab_size)
         except BaseException:
             self.close()
@@ -247,15 +253,19 @@ class LLM:
         messages: Sequence[Message],
         options: ChatOptions | None = None,
         into: Completion | None = None,
+        after: Sequence[int] = (),
         **sampling: Any,
     ) -> Iterator[Piece]:
         """Answer a conversation piece by piece; ids, end and figures are kept in `into`.
 
+        `after` are the ids of all turns before, from `Completion.prompt_ids` and `token_ids`: then
+        only what is new is computed where a state of them is kept.
+
         Stop strings and constraints apply to the content, not to reasoning or calls; with a
         constraint the model does not reason first.
         """
-        answer = self._open_chat(messages, options, sampling, _fresh(into or Completion()))
-        return self._pieces(answer)
+        out = _fresh(into or Completion())
+        return self._pieces(self._open_chat(messages, options, sampling, out, after))
 
     def score(
         self,
@@ -327,6 +337,18 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _open_states(self, checkpoint: Checkpoint, config: EngineConfig) -> SnapshotStore:
+        """Open the folder of states for exactly this model and way of computing."""
+        folder = Path(str(config.states)).expanduser()
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{folder}: is no folder; states are kept in one")
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        quota = parse_bytes(config.states_quota, shutil.disk_usage(there).total)
+        isa = getattr(self.ops, "isa", "")
+        made_by = f"{self.ops.name} {isa} {self.activations} {config.spine}"
+        name = f"{fingerprint(checkpoint)} {made_by}"
+        return SnapshotStore(folder, name, self._loaded.reader, quota)
 
     def _stop_ids(
         self, config: Mapping[str, object], generation: Mapping[str, object]
@@ -404,6 +426,7 @@ class LLM:
         options: ChatOptions | None,
         sampling: Mapping[str, Any],
         out: Completion,
+        after: Sequence[int] = (),
     ) -> OpenAnswer:
         if not isinstance(messages, list | tuple) or not messages:
             raise RequestError("messages must be a list with at least one message")
@@ -418,7 +441,7 @@ class LLM:
         guide = self._grammars.guide(params, ends)
         if guide is not None:  # the format is that of the content, which comes first then
             options = dataclasses.replace(options, thinking=False)
-        ids = self.chat_format.encode(messages, options)
+        ids = continue_ids(self.chat_format, self.tokenizer, messages, options, after)
         self.engine.check_prompt(ids, params)
         reader = ChatReader(self.chat_format.parser(options), params.stop)
         return OpenAnswer(ids, params, out, reader, guide)

@@ -9,6 +9,7 @@ import typer
 from finback import __version__
 from finback.cli import (
     bench,
+    cache,
     chat,
     convert,
     inspect,
@@ -39,6 +40,7 @@ app.command("list")(list_models.list_models)
 app.command("synth")(synth.synth)
 app.command("convert")(convert.convert)
 app.command("replay")(replay.replay)
+app.add_typer(cache.app, name="cache")
 app.add_typer(bench.app, name="bench")
 
 

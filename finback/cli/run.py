@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -278,8 +278,15 @@ def _messages(text: str, system: str | None) -> list[dict[str, Any]]:
 class Answer:
     """One answer on its way to the terminal: content to stdout, reasoning and figures to stderr."""
 
-    def __init__(self, llm: "LLM", prompt: Any, think: bool, sampling: dict[str, Any]) -> None:
-        """Ask for the answer; `prompt` is a text to continue, or messages."""
+    def __init__(
+        self,
+        llm: "LLM",
+        prompt: Any,
+        think: bool,
+        sampling: dict[str, Any],
+        after: Sequence[int] = (),
+    ) -> None:
+        """Ask for the answer; `prompt` is a text to continue, or messages after computed ids."""
         from finback.llm import ChatCompletion
         from finback.text.chat import ChatOptions
 
@@ -289,7 +296,8 @@ class Answer:
             text = llm.stream(prompt, self.out, **sampling)
             self._pieces: Iterator[tuple[str, str]] = (("content", piece) for piece in text)
         else:
-            chat = llm.stream_chat(prompt, ChatOptions(thinking=think), self.out, **sampling)
+            options = ChatOptions(thinking=think)
+            chat = llm.stream_chat(prompt, options, self.out, after, **sampling)
             self._pieces = self._collected(chat)
 
     def run(self, show: bool, quiet: bool) -> bool:
@@ -357,8 +365,9 @@ def figures(out: "Completion") -> str:
     rate = f", {s.tokens_per_s:.3g} tokens/s" if s.tokens_per_s else ""
     if rate and s.disk_gbps and s.decode.gbps:
         rate += f" at {s.decode.gbps:.2f} of the disk's {s.disk_gbps:.2f} GB/s"
+    kept = f" ({s.restored_tokens} kept from before)" if s.restored_tokens else ""
     return (
-        f"{s.prompt_tokens} tokens in, {s.tokens} out{end}{rate}, "
+        f"{s.prompt_tokens} tokens in{kept}, {s.tokens} out{end}{rate}, "
         f"{human_bytes(s.bytes_per_token)} read per token, {human_seconds(s.compute_s)} computing, "
         f"{human_seconds(s.read_s)} reading, seed {out.seed}"
     )

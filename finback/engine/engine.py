@@ -17,11 +17,13 @@ from finback.engine.drafts import DraftController, PromptLookup
 from finback.engine.sampler import adjust, pick, rate, refuse_no_numbers
 from finback.engine.scheduler import Batch, Scheduler, StepLimits, Wanted
 from finback.engine.sequence import Constraint, Delta, Sequence
+from finback.engine.snapshots import SnapshotStore
 from finback.errors import ContextTooLong, FinbackError, RequestError
 from finback.models.base import HEAD_ROWS, Model, Run, TokenBatch
 from finback.models.state import SequenceState
 from finback.spans import Spans
 
+KEPT_EVERY = 4096  # tokens between two states that are kept
 logger = logging.getLogger(__name__)
 
 
@@ -45,6 +47,7 @@ class Engine:
         most = model.shape.max_positions
         self.context = min(limits.context or most, most)  # tokens of a sequence
         self._scheduler = Scheduler(limits)
+        self.snapshots: SnapshotStore | None = None  # where states are kept, if they are
         self.drafts: DraftController | None = None  # says how many pay; none are made without
         self._numbers = itertools.count(1)
 
@@ -89,6 +92,7 @@ class Engine:
             constraint=constraint,
             is_background=is_background,
         )
+        self._restore(sequence)
         self._scheduler.add(sequence)
         return sequence.number
 
@@ -239,6 +243,7 @@ class Engine:
         for sequence, length in zip(batch.sequences, lengths, strict=True):
             if sequence.drafts:
                 self.spans.count("drafts_stood", sequence.settle_drafts(length))
+            self._keep(sequence)
             is_live = sequence.number in self._scheduler
             if sequence.is_only_rated and is_live and not sequence.behind:
                 self._scheduler.remove(sequence.number)
@@ -290,6 +295,32 @@ class Engine:
             ends_with_stop_token=token in sequence.stop_ids,
             rated=before.rated + rated,
         )
+
+    def _restore(self, sequence: Sequence) -> None:
+        """Begin with the longest state that is kept of the prompt, if there is a place for it."""
+        if self.snapshots is None or not self._scheduler.has_place:
+            return
+        found = self.snapshots.find(sequence.tokens)
+        if found is None or found.position >= sequence.rated_from:
+            return
+        tokens = sequence.tokens[: found.position]
+        state = self.snapshots.load(found, tokens, self.model)
+        if state is not None:
+            sequence.state, sequence.kept_at = state, found.position
+            self.spans.count("tokens_restored", found.position)
+
+    def _keep(self, sequence: Sequence) -> None:
+        """Keep a state at the end of a prompt and of an answer, and every so many tokens."""
+        if self.snapshots is None or sequence.is_only_rated or sequence.finish_reason == "error":
+            return
+        position = sequence.state.position
+        is_boundary = position == sequence.num_prompt or sequence.finish_reason is not None
+        if position > sequence.kept_at and (
+            is_boundary or position - sequence.kept_at >= KEPT_EVERY
+        ):
+            self.model.settle(sequence.state)
+            self.snapshots.save(sequence.tokens[:position], sequence.state)
+            sequence.kept_at = position
 
     def _propose(self, controller: DraftController) -> None:
         """Draft for every answer that goes on, as far as it pays."""

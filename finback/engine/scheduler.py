@@ -79,6 +79,12 @@ class Scheduler:
         return len(self._live)
 
     @property
+    def has_place(self) -> bool:
+        """Tell whether one more state may be held now."""
+        held = sum(self._holds_state(sequence) for sequence in self._live.values())
+        return held < self._limits.max_sequences
+
+    @property
     def answering(self) -> list[Sequence]:
         """List the sequences that would have one row in the next step."""
         return [s for s in self._live.values() if s.behind == 1 and s.state.position > 0]

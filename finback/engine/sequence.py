@@ -59,6 +59,7 @@ class Sequence:
     lookup: PromptLookup | None = None  # drafts come from here
     drafts: list[int] = field(default_factory=list)  # for the next step, after `tokens`
     chance: float = FIRST_CHANCE  # that a draft stands
+    kept_at: int = 0  # the position of the last state that was kept
     stood: int = 0  # drafts of the last step
     served_at: int = 0  # the last step with rows of this sequence, or the one that it came in
     finish_reason: FinishReason | None = None

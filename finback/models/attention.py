@@ -108,6 +108,10 @@ class Mla:
         """Make the memory of a sequence that has seen nothing."""
         return LatentState(self.shape.row_width)
 
+    def state_shapes(self, position: int) -> dict[str, tuple[int, ...]]:
+        """Give the shape of this layer's part of a state."""
+        return {"rows": (position, self.shape.row_width)}
+
     def __call__(self, u: Array, tokens: TokenBatch) -> Array:
         """Compute rows (T, D) -> (T, D), extending each sequence's latent rows."""
         return in_blocks(self._rows, u, tokens)

@@ -107,6 +107,14 @@ class Model(Protocol):
         """Push rows through all layers, advancing the states: -> what the head takes (R, D)."""
         ...
 
+    def state_shapes(self, position: int) -> dict[tuple[int, str], tuple[int, ...]]:
+        """Give the shapes of all parts of a state after `position` tokens, by layer and kind."""
+        ...
+
+    def settle(self, state: SequenceState) -> None:
+        """Let drafts that stand enter every layer, so that the state is of one boundary."""
+        ...
+
     def logits(self, rows: Array, at_once: int) -> Generator[Array]:
         """Turn rows (R, D) into logits, `at_once` rows at a time: -> (at_once, V) float32.
 

@@ -109,11 +109,24 @@ class Kda:
 
     def new_state(self) -> RecurrentState:
         """Make the memory of a sequence that has seen nothing."""
-        s = self.shape
+        shapes = self.state_shapes(0)
         return RecurrentState(
-            np.zeros((s.num_heads, s.head_dim, s.head_dim), np.float32),
-            np.zeros((3, s.num_taps - 1, s.inner), np.float32),
+            np.zeros(shapes["matrix"], np.float32), np.zeros(shapes["history"], np.float32)
         )
+
+    def state_shapes(self, position: int) -> dict[str, tuple[int, ...]]:
+        """Give the shapes of this layer's part of a state, whatever the position."""
+        s = self.shape
+        return {
+            "matrix": (s.num_heads, s.head_dim, s.head_dim),
+            "history": (3, s.num_taps - 1, s.inner),
+        }
+
+    def settle(self, state: RecurrentState) -> None:
+        """Let drafts that stand enter the matrix."""
+        if state.pending is not None:
+            rows, state.pending = state.pending, None
+            self._ops.delta_attention(rows, self._rest, state.history, state.matrix)
 
     def __call__(self, u: Array, tokens: TokenBatch) -> Array:
         """Compute rows (T, D) -> (T, D), advancing each sequence's recurrent state."""

@@ -10,6 +10,7 @@ from finback.models.base import ModelShape
 from finback.models.delta import Kda, KdaShape
 from finback.models.experts import Moe, MoeShape
 from finback.models.layers import Embedding, Head, Mlp, Norm, mlp_tensors
+from finback.models.state import RecurrentState, SequenceState
 from finback.models.weights import TensorSpec, Weights
 from finback.storage.cache import ExpertCache
 
@@ -141,6 +142,25 @@ def link_routed(layers: Sequence["Layer"]) -> None:
     routed = [layer.feed for layer in layers if isinstance(layer.feed, Moe)]
     for number, one in enumerate(routed):
         one.following = routed[(number + 1) % len(routed)]
+
+
+def state_shapes(
+    layers: Sequence["Layer"], position: int
+) -> dict[tuple[int, str], tuple[int, ...]]:
+    """See `Model.state_shapes`."""
+    return {
+        (number, kind): shape
+        for number, layer in enumerate(layers)
+        for kind, shape in layer.attend.state_shapes(position).items()
+    }
+
+
+def settle(layers: Sequence["Layer"], state: SequenceState) -> None:
+    """See `Model.settle`."""
+    for number, layer in enumerate(layers):
+        part = state.layers.get(number)
+        if isinstance(layer.attend, Kda) and isinstance(part, RecurrentState):
+            layer.attend.settle(part)
 
 
 class Layer:

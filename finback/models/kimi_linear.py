@@ -7,8 +7,9 @@ from finback.checkpoint.formats import Array
 from finback.checkpoint.hf import Fields
 from finback.kernels.ops import Ops
 from finback.models.base import ModelShape, TokenBatch
-from finback.models.kimi import KimiLayout, Layer, link_routed
+from finback.models.kimi import KimiLayout, Layer, link_routed, settle, state_shapes
 from finback.models.layers import Norm
+from finback.models.state import SequenceState
 from finback.models.weights import TensorSpec, Weights
 from finback.storage.cache import ExpertCache
 
@@ -73,6 +74,14 @@ class KimiLinear:
             if tokens.probe is not None:
                 tokens.probe.hidden(index, x)
         return self._norm(x)
+
+    def state_shapes(self, position: int) -> dict[tuple[int, str], tuple[int, ...]]:
+        """See `Model.state_shapes`."""
+        return state_shapes(self._layers, position)
+
+    def settle(self, state: SequenceState) -> None:
+        """See `Model.settle`."""
+        settle(self._layers, state)
 
     def logits(self, rows: Array, at_once: int) -> Generator[Array]:
         """See `Model.logits`."""

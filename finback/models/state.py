@@ -67,6 +67,11 @@ class LatentState:
         self.length = needed
         return self._buffer[:needed]
 
+    @property
+    def rows(self) -> Array:
+        """Give the rows so far (S, width), valid until the next append."""
+        return self._buffer[: self.length]
+
     def drop_last(self, count: int) -> None:
         """Go back by tokens."""
         assert count <= self.length

@@ -10,6 +10,7 @@ from finback.units import human_bytes
 ROOT = Path("/sys/fs/cgroup")
 RESERVE_SHARE, LEAST_RESERVE = 0.05, 256 << 20  # left to the rest of the machine
 GROUP_RESERVE = 32 << 20  # of a group's limit: page tables, sockets, the kernel's own
+LITTLE_LEFT = 0.1  # of the machine's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,25 @@ def peak_bytes() -> int:
 
 
 def pressure() -> float:
-    """Give the share of the last ten seconds in which something waited for memory, 0 if unknown."""
+    """Give the share of the last ten seconds in which something waited for memory, 0 if unknown.
+
+    Of this process's own control group where there is one; of the whole machine only where it has
+    little left: what another group waits for inside its own limit is nothing to us.
+    """
+    total, available = _of_machine()
+    if available < LITTLE_LEFT * total:
+        return _waited(Path("/proc/pressure/memory"))
     try:
-        line = Path("/proc/pressure/memory").read_text().splitlines()[0]
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return 0.0
+    own = next((line[3:] for line in lines if line.startswith("0::")), "/")
+    return _waited(Path("/sys/fs/cgroup") / own.lstrip("/") / "memory.pressure")
+
+
+def _waited(path: Path) -> float:
+    try:
+        line = path.read_text().splitlines()[0]
         return float(line.split()[1].removeprefix("avg10=")) / 100
     except (OSError, ValueError, IndexError):
         return 0.0

@@ -148,6 +148,13 @@ class Reader:
             if ticket.error is not None:
                 raise ticket.error
 
+    def settle(self, tickets: Iterable[Ticket]) -> None:
+        """Wait until nothing is written into the tickets' memory any more, well or badly."""
+        wanted = list(tickets)
+        with self._lock:
+            while not all(ticket.is_done for ticket in wanted):
+                self._done.wait()
+
     def wait_any(self, tickets: Sequence[Ticket]) -> None:
         """Wait until at least one is done, well or badly."""
         assert tickets

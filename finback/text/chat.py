@@ -28,8 +28,15 @@ class ChatFormat(Protocol):
 
     content_ends: frozenset[int]  # tokens that end an answer's content, besides stop tokens
 
-    def encode(self, messages: Sequence[Message], options: ChatOptions) -> list[int]:
+    def encode(
+        self, messages: Sequence[Message], options: ChatOptions, opens_answer: bool = True
+    ) -> list[int]:
         """Give the ids of a conversation up to where the model's answer begins.
+
+        Args:
+            messages: In OpenAI's shape.
+            options: What the request asks besides.
+            opens_answer: Whether the beginning of an answer is written too.
 
         Raises:
             RequestError: Naming what cannot be rendered.
@@ -49,7 +56,9 @@ class XtmlChat:
         self._tokenizer = tokenizer
         self.content_ends = frozenset({tokenizer.specials[CLOSE]})
 
-    def encode(self, messages: Sequence[Message], options: ChatOptions) -> list[int]:
+    def encode(
+        self, messages: Sequence[Message], options: ChatOptions, opens_answer: bool = True
+    ) -> list[int]:
         """See `ChatFormat.encode`."""
         segments = render(
             messages,
@@ -58,6 +67,7 @@ class XtmlChat:
             thinking_effort=options.thinking_effort,
             tool_choice=options.tool_choice,
             response_format=options.response_format,
+            add_generation_prompt=opens_answer,
         )
         ids: list[int] = []
         for text, is_special in segments:
@@ -82,12 +92,14 @@ class TemplateChat:
         self._special_strings = special_strings
         self._tokenizer = tokenizer
 
-    def encode(self, messages: Sequence[Message], options: ChatOptions) -> list[int]:
+    def encode(
+        self, messages: Sequence[Message], options: ChatOptions, opens_answer: bool = True
+    ) -> list[int]:
         """See `ChatFormat.encode`. Special strings in the messages stay ordinary text."""
         return self._template.encode(
             {"messages": list(messages), "tools": list(options.tools) or None},
             {
-                "add_generation_prompt": True,
+                "add_generation_prompt": opens_answer,
                 "enable_thinking": options.thinking,
                 "thinking": options.thinking,
                 **self._special_strings,
@@ -97,6 +109,48 @@ class TemplateChat:
     def parser(self, options: ChatOptions) -> Parser:
         """See `ChatFormat.parser`."""
         return PARSERS["plain"](self._tokenizer, None)
+
+
+def continue_ids(
+    chat: ChatFormat,
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    options: ChatOptions,
+    ids: Sequence[int],
+) -> list[int]:
+    """Give the ids of a conversation so that they go on from ids that were computed already.
+
+    A text can be cut into tokens in several ways, and a model writes its own. Where the ids so far
+    stand for the same text as the messages but the last, what is new is appended to them; otherwise
+    all is written anew.
+
+    Args:
+        chat: The format.
+        tokenizer: Of the same model.
+        messages: The last one is new.
+        options: As for `encode`.
+        ids: Prompt and answer of the turns before.
+
+    Raises:
+        RequestError: As `ChatFormat.encode`.
+    """
+    whole = chat.encode(messages, options)
+    if not ids:
+        return whole
+    before = chat.encode(messages[:-1], options, opens_answer=False)
+    if whole[: len(before)] != before:
+        return whole
+    # A model stops at the first token after its answer; the format may go on.
+    text, wanted = _text_of(tokenizer, ids), _text_of(tokenizer, before)
+    at = len(before)
+    while at and len(wanted) > len(text):
+        at -= 1
+        wanted = wanted[: len(wanted) - len(tokenizer.token_bytes(before[at]))]
+    return list(ids) + whole[at:] if wanted == text else whole
+
+
+def _text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
+    return b"".join(tokenizer.token_bytes(number) for number in ids)
 
 
 def load_chat(folder: Path, tokenizer: Tokenizer) -> ChatFormat | None:
