@@ -19,6 +19,7 @@ POLICY_NAMES = ("distance", "frequency", "pinned", "recency")
 DEFAULT_POLICY = "distance"
 DRAFT_NAMES = ("off", "lookup")
 MAY_BE_NONE = (
+    "keep_every",
     "threads",
     "context",
     "expert_slots",
@@ -60,6 +61,8 @@ class EngineConfig:
     # before (`lookup`), while it pays, or none (`off`). They change no text.
     drafts: str = "off"
     states: str | None = None  # a folder where states of prefixes are kept; nothing is if None
+    keep_every: int | None = None  # tokens between two states of an answer; 4,096 if None
+    keep_every_s: float | None = None  # seconds between them, besides
     states_quota: str = "32GiB"  # of that folder, for all models; or `20%` of its disk
     guesses: bool = True  # read experts ahead that may be wanted
     read_threads: int = 4  # for each disk
@@ -103,6 +106,9 @@ class EngineConfig:
         if not isinstance(self.states_quota, str):
             raise UsageError(f"states_quota is a text such as 32GiB, not {self.states_quota!r}")
         parse_bytes(self.states_quota, 1 << 40)
+        every = self.keep_every_s
+        if every is not None and (not isinstance(every, int | float) or not 0 < every < 1e9):
+            raise UsageError(f"keep_every_s must be a number of seconds above 0, not {every!r}")
         if not isinstance(self.memory, str):
             raise UsageError(f"memory is a text such as 4GiB, 50% or auto, not {self.memory!r}")
         if self.memory != "auto":

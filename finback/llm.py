@@ -104,6 +104,7 @@ class LLM:
         self.spans = Spans()
         self._open: dict[int, OpenAnswer] = {}
         self._is_closed, self._heat = False, config.heat
+        self._is_asked_to_stop = False
         checkpoint = open_checkpoint(self.folder)
         generation = read_json_if_there(self.folder / "generation_config.json")
         self.sampling = read_sampling(generation)
@@ -132,6 +133,8 @@ class LLM:
             self.use_drafts(config.drafts)
             if config.states is not None:
                 self.engine.snapshots = self._open_states(checkpoint, config)
+                self.engine.keep_every = config.keep_every or self.engine.keep_every
+                self.engine.keep_every_s = config.keep_every_s or self.engine.keep_every_s
             self._grammars = Grammars(self.tokenizer, self._loaded.model.shape.vocab_size)
         except BaseException:
             self.close()
@@ -162,6 +165,13 @@ class LLM:
         if drafts not in DRAFT_NAMES:
             raise UsageError(f"drafts must be one of {', '.join(DRAFT_NAMES)}, not {drafts!r}")
         self.engine.drafts = None if drafts == "off" else DraftController()
+
+    def stop(self) -> None:
+        """Let answers end after the step that is computed now; their states are kept, if any are.
+
+        May be called from a signal's handler.
+        """
+        self._is_asked_to_stop = True
 
     def wait_for_reads(self) -> None:
         """Let what is being read ahead come in, so that nothing disturbs a measurement."""
@@ -225,13 +235,19 @@ class LLM:
         return self._all(answers)
 
     def stream(
-        self, prompt: Prompt, into: Completion | None = None, **sampling: Any
+        self,
+        prompt: Prompt,
+        into: Completion | None = None,
+        written: Sequence[int] = (),
+        **sampling: Any,
     ) -> Iterator[str]:
         """Continue a text and give it piece by piece; ids, end and figures are kept in `into`.
 
         See `generate`. An unusable prompt or option is refused at once, not at the first piece.
+        `written` are the answer's tokens so far, where an earlier run is gone on with: with the
+        same seed and options the text is the one that it would have been.
         """
-        answer = self._open_text(prompt, sampling, _fresh(into or Completion()))
+        answer = self._open_text(prompt, sampling, _fresh(into or Completion()), written)
         return self._texts(answer)
 
     def chat(
@@ -254,18 +270,19 @@ class LLM:
         options: ChatOptions | None = None,
         into: Completion | None = None,
         after: Sequence[int] = (),
+        written: Sequence[int] = (),
         **sampling: Any,
     ) -> Iterator[Piece]:
         """Answer a conversation piece by piece; ids, end and figures are kept in `into`.
 
         `after` are the ids of all turns before, from `Completion.prompt_ids` and `token_ids`: then
-        only what is new is computed where a state of them is kept.
+        only what is new is computed where a state of them is kept. `written` is as for `stream`.
 
         Stop strings and constraints apply to the content, not to reasoning or calls; with a
         constraint the model does not reason first.
         """
         out = _fresh(into or Completion())
-        return self._pieces(self._open_chat(messages, options, sampling, out, after))
+        return self._pieces(self._open_chat(messages, options, sampling, out, after, written))
 
     def score(
         self,
@@ -410,15 +427,18 @@ class LLM:
         return self._open_text(request.prompt, request.sampling, Completion())
 
     def _open_text(
-        self, prompt: Prompt, sampling: Mapping[str, Any], out: Completion
+        self,
+        prompt: Prompt,
+        sampling: Mapping[str, Any],
+        out: Completion,
+        written: Sequence[int] = (),
     ) -> OpenAnswer:
         params = self._params({"max_tokens": RAW_MAX_TOKENS} | dict(sampling))
         ids = self._ids(prompt)
         self.engine.check_prompt(ids, params)
         guide = self._grammars.guide(params, self.engine.stop_ids)
-        return OpenAnswer(
-            ids, params, out, PlainReader(TextStream(self.tokenizer, params.stop)), guide
-        )
+        reader = PlainReader(TextStream(self.tokenizer, params.stop))
+        return OpenAnswer(ids, params, out, reader, guide, written)
 
     def _open_chat(
         self,
@@ -427,6 +447,7 @@ class LLM:
         sampling: Mapping[str, Any],
         out: Completion,
         after: Sequence[int] = (),
+        written: Sequence[int] = (),
     ) -> OpenAnswer:
         if not isinstance(messages, list | tuple) or not messages:
             raise RequestError("messages must be a list with at least one message")
@@ -444,7 +465,7 @@ class LLM:
         ids = continue_ids(self.chat_format, self.tokenizer, messages, options, after)
         self.engine.check_prompt(ids, params)
         reader = ChatReader(self.chat_format.parser(options), params.stop)
-        return OpenAnswer(ids, params, out, reader, guide)
+        return OpenAnswer(ids, params, out, reader, guide, written)
 
     def _texts(self, answer: OpenAnswer) -> Iterator[str]:
         with closing(self._pieces(answer)) as pieces:
@@ -458,10 +479,12 @@ class LLM:
             while True:
                 while answer.pieces:
                     yield answer.pieces.popleft()
-                if answer.is_over:
+                if answer.is_over or self._is_asked_to_stop:
                     break
                 self._step(number)
                 answer.settle()
+            if self._is_asked_to_stop and not answer.is_over:
+                self.engine.keep(number)
             if answer.out.error is not None:
                 raise answer.out.error
         finally:

@@ -2,13 +2,14 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from finback.cli import output
+from finback.cli.kept import keep_running, kept_options, parse_every, resume_run
 from finback.cli.many import answer_all, read_prompts, requests_of
 from finback.cli.profile import profile_json, profile_text
 from finback.cli.texts import logprob_json, read_lines
@@ -23,6 +24,7 @@ from finback.config import (
     SamplingParams,
 )
 from finback.errors import UsageError
+from finback.hub.runs import RunRecord
 from finback.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
@@ -182,6 +184,17 @@ def run(
             max=MAX_LOGPROBS,
         ),
     ] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep the run every so often, to go on with it after whatever happens: 256 "
+            "(tokens), 10min or 30s.",
+            metavar="EVERY",
+        ),
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="Go on with a run that --checkpoint has kept.", metavar="ID")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with all figures.")
     ] = False,
@@ -192,6 +205,14 @@ def run(
     Without --max-tokens a continued text (--raw) ends after 256 tokens, an answer where the
     model ends it.
     """
+    if resume is not None:
+        if prompt or prompt_file is not None:
+            raise UsageError("--resume has its own prompt; give neither another nor --prompt-file")
+        resume_run(resume, checkpoint, memory, threads, as_json, quiet)
+        return
+    every = None if checkpoint is None else parse_every(checkpoint)
+    if every is not None and prompt_file is not None:
+        raise UsageError("--checkpoint keeps one run; leave out --prompt-file")
     if prompt_file is None:
         prompts = [_prompt(prompt or [])]
     elif prompt:
@@ -215,6 +236,7 @@ def run(
         spine=spine,
         policy=policy,
         drafts=drafts,
+        **kept_options(every),
         heat=None if heat is None else str(heat),
         context=context,
         max_sequences=min(len(prompts), SEQUENCES),
@@ -223,7 +245,11 @@ def run(
             output.talk(output.dim(llm.description))
         as_chat = chat if chat is not None else llm.chat_format is not None
         recorder = llm.record_routes() if trace is not None else None
-        if prompt_file is None:
+        if every is not None:
+            options = {"spine": spine, "activations": activations, "context": context}
+            record = RunRecord(model, prompts[0], system, as_chat, think, sampling, options)
+            is_whole = keep_running(llm, record, every, as_json, quiet)
+        elif prompt_file is None:
             is_whole = _answer_one(
                 llm, prompts[0], system, as_chat, think, sampling, as_json, profile, quiet
             )
@@ -250,7 +276,7 @@ def _answer_one(
     quiet: bool,
 ) -> bool:
     """Answer one prompt as it comes; false if Ctrl-C ended it."""
-    answer = Answer(llm, _messages(text, system) if as_chat else text, think, sampling)
+    answer = Answer(llm, messages_of(text, system) if as_chat else text, think, sampling)
     if not as_chat and not as_json and not quiet:
         output.echo(text)
     is_whole = answer.run(show=not as_json, quiet=quiet)
@@ -270,7 +296,7 @@ def _text_of(path: Path | None) -> str | None:
     return None if path is None else "\n".join(read_lines(str(path)))
 
 
-def _messages(text: str, system: str | None) -> list[dict[str, Any]]:
+def messages_of(text: str, system: str | None) -> list[dict[str, Any]]:
     opening = [{"role": "system", "content": system}] if system else []
     return [*opening, {"role": "user", "content": text}]
 
@@ -285,25 +311,30 @@ class Answer:
         think: bool,
         sampling: dict[str, Any],
         after: Sequence[int] = (),
+        written: Sequence[int] = (),
     ) -> None:
-        """Ask for the answer; `prompt` is a text to continue, or messages after computed ids."""
+        """Ask for the answer; `prompt` is a text to continue, or messages after computed ids.
+
+        `written` are tokens of the answer that are there already.
+        """
         from finback.llm import ChatCompletion
         from finback.text.chat import ChatOptions
 
         self.out = ChatCompletion()
         self._mid_line = False  # whether reasoning stands on an unfinished line of stderr
         if isinstance(prompt, str):
-            text = llm.stream(prompt, self.out, **sampling)
+            text = llm.stream(prompt, self.out, written, **sampling)
             self._pieces: Iterator[tuple[str, str]] = (("content", piece) for piece in text)
         else:
             options = ChatOptions(thinking=think)
-            chat = llm.stream_chat(prompt, options, self.out, after, **sampling)
+            chat = llm.stream_chat(prompt, options, self.out, after, written, **sampling)
             self._pieces = self._collected(chat)
 
-    def run(self, show: bool, quiet: bool) -> bool:
+    def run(self, show: bool, quiet: bool, on_piece: Callable[[], None] = lambda: None) -> bool:
         """Take the answer, printing it as it comes; False if Ctrl-C ended it."""
         try:
             for kind, text in self._pieces:
+                on_piece()
                 if kind == "content":
                     self.out.text += text
                 if show:
@@ -311,7 +342,7 @@ class Answer:
         except KeyboardInterrupt:
             self.out.finish_reason = "abort"
             return False
-        return True
+        return self.out.finish_reason != "abort"
 
     def _show(self, kind: str, text: str, quiet: bool) -> None:
         if kind == "content":

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from contextlib import closing
+from math import inf
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from finback.models.base import HEAD_ROWS, Model, Run, TokenBatch
 from finback.models.state import SequenceState
 from finback.spans import Spans
 
-KEPT_EVERY = 4096  # tokens between two states that are kept
+KEEP_EVERY = 4096  # tokens between two states that are kept
 logger = logging.getLogger(__name__)
 
 
@@ -48,6 +49,7 @@ class Engine:
         self.context = min(limits.context or most, most)  # tokens of a sequence
         self._scheduler = Scheduler(limits)
         self.snapshots: SnapshotStore | None = None  # where states are kept, if they are
+        self.keep_every, self.keep_every_s = KEEP_EVERY, inf  # tokens, seconds between two of them
         self.drafts: DraftController | None = None  # says how many pay; none are made without
         self._numbers = itertools.count(1)
 
@@ -62,6 +64,7 @@ class Engine:
         sampling: SamplingParams,
         constraint: Constraint | None = None,
         is_background: bool = False,
+        written: Seq[int] = (),
     ) -> int:
         """Take in a prompt and give the number its deltas will carry.
 
@@ -70,6 +73,7 @@ class Engine:
             sampling: How to go on.
             constraint: What the answer must look like; belongs to this sequence from now on.
             is_background: Let others go first.
+            written: The answer's tokens so far, where it is gone on with; not given in deltas.
 
         Raises:
             RequestError: The prompt is empty or holds an id outside the vocabulary.
@@ -77,10 +81,14 @@ class Engine:
         """
         ids = list(token_ids)
         self.check_prompt(ids, sampling)
+        self._check_written(ids, written, sampling)
+        if constraint is not None:
+            for token in written:
+                constraint.accept(token)
         room = self.context - len(ids)
         sequence = Sequence(
             number=next(self._numbers),
-            tokens=ids,
+            tokens=[*ids, *written],
             sampling=sampling,
             seed=sampling.seed if sampling.seed is not None else secrets.randbits(64),
             state=SequenceState(),
@@ -141,6 +149,21 @@ class Engine:
                 f"the prompt has {len(token_ids)} tokens and {self._holder()} holds "
                 f"{self.context}, answer included; shorten the prompt"
             )
+
+    def _check_written(self, ids: Seq[int], written: Seq[int], sampling: SamplingParams) -> None:
+        """Refuse an answer that cannot be gone on with."""
+        if written:
+            self._check_ids(written)
+        if len(written) >= (sampling.max_tokens or self.context) or (
+            len(ids) + len(written) >= self.context
+        ):
+            raise RequestError("the answer is as long as it may be already")
+
+    def keep(self, number: int) -> None:
+        """Keep the state of a sequence as it is between two steps, where states are kept."""
+        sequence = self._scheduler.get(number)
+        if sequence is not None and self.snapshots is not None and sequence.state.position:
+            self._save_state(sequence)
 
     def step(self) -> list[Delta]:
         """Run one forward pass and give what each sequence gained by it.
@@ -315,12 +338,17 @@ class Engine:
             return
         position = sequence.state.position
         is_boundary = position == sequence.num_prompt or sequence.finish_reason is not None
-        if position > sequence.kept_at and (
-            is_boundary or position - sequence.kept_at >= KEPT_EVERY
-        ):
-            self.model.settle(sequence.state)
-            self.snapshots.save(sequence.tokens[:position], sequence.state)
-            sequence.kept_at = position
+        is_due = position - sequence.kept_at >= self.keep_every
+        is_late = time.monotonic() - sequence.kept_when >= self.keep_every_s
+        if position > sequence.kept_at and (is_boundary or is_due or is_late):
+            self._save_state(sequence)
+
+    def _save_state(self, sequence: Sequence) -> None:
+        assert self.snapshots is not None
+        position = sequence.state.position
+        self.model.settle(sequence.state)
+        self.snapshots.save(sequence.tokens[:position], sequence.state)
+        sequence.kept_at, sequence.kept_when = position, time.monotonic()
 
     def _propose(self, controller: DraftController) -> None:
         """Draft for every answer that goes on, as far as it pays."""

@@ -72,6 +72,10 @@ class Scheduler:
         """Give a sequence up, if it is still here."""
         return self._live.pop(number, None)
 
+    def get(self, number: int) -> Sequence | None:
+        """Give a sequence, if it is here."""
+        return self._live.get(number)
+
     def __contains__(self, number: int) -> bool:
         return number in self._live
 

@@ -1,5 +1,6 @@
 """One request on its way: its tokens, its state, why it ended."""
 
+import time
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -60,6 +61,7 @@ class Sequence:
     drafts: list[int] = field(default_factory=list)  # for the next step, after `tokens`
     chance: float = FIRST_CHANCE  # that a draft stands
     kept_at: int = 0  # the position of the last state that was kept
+    kept_when: float = field(default_factory=time.monotonic)
     stood: int = 0  # drafts of the last step
     served_at: int = 0  # the last step with rows of this sequence, or the one that it came in
     finish_reason: FinishReason | None = None
