@@ -211,18 +211,25 @@ class OpenAnswer:
         return self._number
 
     def take(self, delta: Delta) -> None:
-        """Take in what a step has brought."""
+        """Take in what a step has brought; nothing any more once a stop string was met."""
         out = self.out
+        if self.is_over:
+            return
         out.prompt_logprobs += delta.rated_prompt
-        out.logprobs += delta.rated
         out.error = delta.error
-        out.token_ids += delta.token_ids
-        for token in delta.token_ids[: -1 if delta.ends_with_stop_token else None]:
-            self.pieces += self._reader.push(token)
+        taken = 0
+        for token in delta.token_ids:
+            taken += 1
+            is_text = taken < len(delta.token_ids) or not delta.ends_with_stop_token
+            self.pieces += self._reader.push(token) if is_text else ()
             if self._reader.is_stopped:
                 break
+        out.token_ids += delta.token_ids[:taken]
+        out.logprobs += delta.rated[:taken]
         if self._reader.is_stopped:
             self._end("stop")
+            assert self._engine is not None
+            self._engine.abort(self._number)
         elif delta.finish_reason is not None:
             self._end(delta.finish_reason)
         self._totals.settle(out)

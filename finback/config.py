@@ -9,8 +9,9 @@ from typing import Any, Literal, Self, TypeVar, get_args
 from finback.errors import RequestError, UsageError
 from finback.units import parse_bytes
 
+MAX_THREADS = 4096
 MAX_SEED = 2**64 - 1
-MAX_LOGPROBS = 1000
+MAX_LOGPROBS = 20
 SEQUENCES = 64  # computed together, where memory allows and nothing else is asked for
 T = TypeVar("T")
 Activations = Literal["float32", "int16", "int8"]
@@ -97,6 +98,11 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if self.threads is not None and self.threads > MAX_THREADS:
+            raise UsageError(f"threads must be at most {MAX_THREADS}, not {self.threads}")
+        for name in ("guesses", "direct_reads"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if not isinstance(self.spine, str) or not self.spine:
             raise UsageError(f"spine is published, int8, int4 or a folder, not {self.spine!r}")
         if self.heat is not None and (not isinstance(self.heat, str) or not self.heat):
@@ -210,10 +216,15 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise RequestError(f"{name} must be a text, not {reprlib.repr(value)}")
+            _check_unicode(name, value)
         if self.choice is not None:
             self._check_tuple("choice", str, "non-empty strings")
             if not self.choice:
                 raise RequestError("choice must have at least one text")
+            for text in self.choice:
+                _check_unicode("choice", text)
+        if isinstance(self.json_schema, str):
+            _check_unicode("json_schema", self.json_schema)
 
     def _check_bias(self) -> None:
         told = "logit_bias must map token ids to numbers from -1e6 to 1e6"
@@ -238,3 +249,11 @@ class SamplingParams:
         if not is_number or not low <= value <= high:  # refuses NaN too
             shown = reprlib.repr(value)
             raise RequestError(f"{name} must be a number from {low:g} to {high:g}, not {shown}")
+
+
+def _check_unicode(name: str, value: object) -> None:
+    """Refuse a text that cannot be written, as arguments with bytes that are no UTF-8 become."""
+    try:
+        str(value).encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} holds a character that is none ({error.reason})") from error

@@ -103,6 +103,7 @@ class LLM:
         self.folder = STORYTELLER if path is None else find_model(path)
         self.spans = Spans()
         self._open: dict[int, OpenAnswer] = {}
+        self._rating: dict[int, Rating] = {}
         self._is_closed, self._heat = False, config.heat
         self._is_asked_to_stop = False
         checkpoint = open_checkpoint(self.folder)
@@ -226,8 +227,13 @@ class LLM:
         Raises:
             RequestError: A request cannot be used; it is named by its place.
         """
+        _check_list(requests, "requests")
         answers = []
         for number, request in enumerate(requests):
+            if not isinstance(request, Request) or not isinstance(request.sampling, Mapping):
+                raise RequestError(
+                    f"request {number + 1}: give a Request, whose sampling is a table of options"
+                )
             try:
                 answers.append(self._open_request(request))
             except RequestError as error:
@@ -300,6 +306,8 @@ class LLM:
         Raises:
             RequestError: A text is empty, too long, or not one of each pair is there.
         """
+        _check_list(prompts, "prompts")
+        _check_list(continuations, "continuations")
         if len(prompts) != len(continuations):
             raise RequestError(
                 f"{len(prompts)} prompts and {len(continuations)} continuations; give pairs"
@@ -319,19 +327,25 @@ class LLM:
         Raises:
             RequestError: As `score`.
         """
+        _check_list(prompts, "prompts")
+        _check_list(continuations, "continuations")
         return self._rated(self._pairs(prompts, continuations), top)
 
     def logprobs(self, texts: Sequence[Prompt], top: int = 0) -> list[Score]:
         """Rate texts as a whole, each from its second token on. See `score`."""
+        _check_list(texts, "texts")
         return self._rate([(self._ids(text), 1) for text in texts], top)
 
     def tokenize(self, text: str) -> list[int]:
         """Turn text into ids; special strings count as ordinary text."""
+        if not isinstance(text, str):
+            raise RequestError(f"only text has tokens, not {type(text).__name__}")
         return self.tokenizer.encode(text)
 
     def logits(self, token_ids: Sequence[int]) -> Array:
         """Give the logits after every token: (T,) -> (T, V) float32."""
         self._refuse_closed()
+        _check_list(token_ids, "token_ids")
         return self.engine.logits(token_ids)
 
     def close(self) -> None:
@@ -492,17 +506,22 @@ class LLM:
 
     def _all(self, answers: list[OpenAnswer]) -> Iterator[tuple[int, Completion]]:
         """Run answers together, and give each with its place when it ends."""
-        running = {self._begin(answer): place for place, answer in enumerate(answers)}
+        running: dict[int, int] = {}
         try:
+            for place, answer in enumerate(answers):
+                running[self._begin(answer)] = place
             while running:
-                self._step(next(iter(running)))
-                for number in [n for n in running if self._open[n].is_over]:
+                ended = [number for number in running if self._open[number].is_over]
+                for number in ended:
                     answer = self._open.pop(number)
                     answer.close()
                     yield running.pop(number), _collected(answer)
+                if not ended:
+                    self._step(next(iter(running)))
         finally:
             for number in running:
-                self._open.pop(number).close()
+                if (left := self._open.pop(number, None)) is not None:
+                    left.close()
 
     def _rate(self, texts: Sequence[tuple[list[int], int]], top: int) -> list[Score]:
         """Rate the tokens of texts from a place on, in their order."""
@@ -514,31 +533,31 @@ class LLM:
     ) -> Iterator[tuple[int, Score]]:
         """Rate texts, and give each with its place when it is done."""
         self._refuse_closed()
-        running: dict[int, tuple[int, Score]] = {}
+        running: dict[int, int] = {}
         try:
             for place, (ids, rated_from) in enumerate(texts):
                 try:
-                    running[self.engine.add_text(ids, rated_from, top)] = (place, Score())
+                    number = self.engine.add_text(ids, rated_from, top)
                 except RequestError as error:
                     raise type(error)(f"text {place + 1}: {error}") from error
+                running[number], self._rating[number] = place, Rating()
             while running:
-                self._check_live(next(iter(running)))
-                for delta in self.engine.step():
-                    self._hand_out(delta)
-                    if delta.number not in running:
-                        continue
-                    if delta.error is not None:
-                        raise delta.error
-                    score = running[delta.number][1]
-                    score.tokens += delta.rated_prompt
-                    if delta.finish_reason is not None:
-                        yield running.pop(delta.number)
+                ended = [number for number in running if self._rating[number].is_over]
+                for number in ended:
+                    rating = self._rating.pop(number)
+                    if rating.error is not None:
+                        raise rating.error
+                    yield running.pop(number), rating.score
+                if not ended:
+                    self._step(next(iter(running)))
         finally:
-            for left in running:
-                self.engine.abort(left)
+            for number in running:
+                self._rating.pop(number, None)
+                self.engine.abort(number)
 
     def _begin(self, answer: OpenAnswer) -> int:
         self._refuse_closed()
+        self._drop_orphans()
         disk_gbps = None if self.disk is None else self.disk.gbps
         number = answer.begin(self.engine, self.spans, disk_gbps)
         self._open[number] = answer
@@ -546,17 +565,33 @@ class LLM:
 
     def _step(self, number: int) -> None:
         """Advance every open answer by one step, and keep what others gained for them."""
-        self._check_live(number)
-        for delta in self.engine.step():
-            self._hand_out(delta)
-
-    def _hand_out(self, delta: Delta) -> None:
-        if delta.number in self._open:
-            self._open[delta.number].take(delta)
-
-    def _check_live(self, number: int) -> None:
         if not self.engine.is_live(number):
             raise FinbackError("the answer was dropped: a step for several answers was interrupted")
+        self._drop_orphans()
+        for delta in self.engine.step():
+            if delta.number in self._open:
+                self._open[delta.number].take(delta)
+            elif delta.number in self._rating:
+                self._rating[delta.number].take(delta)
+
+    def _drop_orphans(self) -> None:
+        """Drop what the engine was given when Ctrl-C came before anybody held its number."""
+        for number in self.engine.live - self._open.keys() - self._rating.keys():
+            self.engine.abort(number)
+
+
+@dataclass(slots=True)
+class Rating:
+    """One text that is being rated."""
+
+    score: Score = field(default_factory=Score)
+    is_over: bool = False
+    error: FinbackError | None = None
+
+    def take(self, delta: Delta) -> None:
+        """Take in what a step has brought."""
+        self.score.tokens += delta.rated_prompt
+        self.is_over, self.error = delta.finish_reason is not None, delta.error
 
 
 def _collected(answer: OpenAnswer) -> Completion:
@@ -579,6 +614,11 @@ def _measure_disk(checkpoint: Checkpoint, plan: MemoryPlan) -> DiskRate | None:
         return None
     paths = [checkpoint.folder / name for name in checkpoint.files]
     return measure_ceiling(paths, memory=reserve(size))
+
+
+def _check_list(value: object, name: str) -> None:
+    if not isinstance(value, list | tuple | range):
+        raise RequestError(f"{name} must be a list, not {type(value).__name__}")
 
 
 def _fresh(into: Completion) -> Completion:

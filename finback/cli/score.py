@@ -74,7 +74,7 @@ def score(
         if not quiet:
             output.talk(output.dim(llm.description))
         start, rated, total = llm.spans.snapshot(), 0, 0.0
-        for index, one in llm.score_each(prompts, texts, top):
+        for index, one in llm.score_each(prompts, texts, top if tokens else 0):
             rated += len(one.tokens)
             total += one.logprob
             output.json_line(_as_json(llm, index, one, tokens))

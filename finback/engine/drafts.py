@@ -8,7 +8,7 @@ experts of its own: they are only made while they pay.
 from collections.abc import Sequence
 
 GRAM = 3  # tokens that must have occurred before, for what followed them to be drafted
-MOST = 16  # drafts of a sequence in a step
+MOST = 8  # drafts of a sequence in a step
 FIRST_CHANCE = 0.6  # believed of a draft before any was verified
 MEMORY = 0.8  # how much of the past stays at each measurement
 ALLOWED_LOSS = 0.01  # of the time spent so far, on drafts that did not pay

@@ -224,6 +224,11 @@ class Engine:
             state.position += len(chunk)
         return np.concatenate(parts)
 
+    @property
+    def live(self) -> set[int]:
+        """Give the numbers of all that have neither ended nor been dropped."""
+        return self._scheduler.numbers
+
     def is_live(self, number: int) -> bool:
         """Tell whether a sequence has neither ended nor been dropped."""
         return number in self._scheduler
@@ -291,7 +296,10 @@ class Engine:
                 before, rated_prompt=[*before.rated_prompt, rated]
             )
         except FinbackError as error:
-            gained[sequence.number] = self._fail(sequence, error)
+            failed = self._fail(sequence, error)
+            gained[sequence.number] = dataclasses.replace(
+                before, finish_reason=failed.finish_reason, error=error
+            )
 
     def _extend(self, sequence: Sequence, logits: Array, before: Delta) -> Delta:
         """Append the next token to a sequence, and what must follow it; that may end it."""
@@ -315,7 +323,7 @@ class Engine:
             before,
             token_ids=before.token_ids + gained,
             finish_reason=sequence.finish_reason,
-            ends_with_stop_token=token in sequence.stop_ids,
+            ends_with_stop_token=gained[-1] in sequence.stop_ids,
             rated=before.rated + rated,
         )
 
@@ -324,8 +332,8 @@ class Engine:
         if self.snapshots is None or not self._scheduler.has_place:
             return
         found = self.snapshots.find(sequence.tokens)
-        if found is None or found.position >= sequence.rated_from:
-            return
+        if found is None or sequence.rated_from <= min(found.position, sequence.num_prompt - 1):
+            return  # also where rows that a state would save are wanted
         tokens = sequence.tokens[: found.position]
         state = self.snapshots.load(found, tokens, self.model)
         if state is not None:
@@ -376,7 +384,7 @@ class Engine:
         for token in limit.forced()[: sequence.max_length - len(sequence.tokens)]:
             gained.append(token)
             sequence.tokens.append(token)
-            if limit.accept(token):
+            if token in sequence.stop_ids or limit.accept(token):
                 sequence.finish_reason = "stop"
                 break
         self.spans.count("forced_tokens", len(gained))

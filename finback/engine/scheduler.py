@@ -36,13 +36,15 @@ class Wanted:
 
     sequence: Sequence
     index: int
-    draft: int | None = None  # what was taken for the token before; if it is another, forget this
+    drafts: tuple[int, ...] = ()  # taken for the tokens before; if they are others, forget this
 
     @property
     def is_in_vain(self) -> bool:
         """Tell whether this follows a draft that did not stand."""
-        tokens = self.sequence.tokens
-        return self.draft is not None and (len(tokens) != self.index or tokens[-1] != self.draft)
+        tokens, count = self.sequence.tokens, len(self.drafts)
+        if count == 0:
+            return False
+        return len(tokens) != self.index or tuple(tokens[-count:]) != self.drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,11 @@ class Scheduler:
     def get(self, number: int) -> Sequence | None:
         """Give a sequence, if it is here."""
         return self._live.get(number)
+
+    @property
+    def numbers(self) -> set[int]:
+        """Give the numbers of all sequences."""
+        return set(self._live)
 
     def __contains__(self, number: int) -> bool:
         return number in self._live
@@ -122,8 +129,7 @@ class Scheduler:
                 beyond = index - len(sequence.tokens)
                 if index < sequence.num_prompt or beyond >= 0:
                     rows.append(len(ids) + index - start - 1)
-                    draft = drafts[beyond - 1] if beyond > 0 else None
-                    wanted.append(Wanted(sequence, index, draft))
+                    wanted.append(Wanted(sequence, index, tuple(drafts[: max(0, beyond)])))
             ids += (sequence.tokens + drafts)[start : start + count]
             chosen.append(sequence)
             sequence.served_at = self._step

@@ -37,6 +37,7 @@ class ModelShape:
     top_k: int
     state_bytes: int
     state_bytes_per_token: int
+    draft_bytes: int  # of a sequence's state for each draft that is not settled
     row_bytes: int  # of a row of a step, through all layers
     block_row_bytes: int  # besides, of each of the rows that are computed together in a layer
 
@@ -79,9 +80,16 @@ class TokenBatch:
     probe: Probe | None = None
 
     def blocks(self, size: int = BLOCK_ROWS) -> Iterator[tuple[slice, tuple[Run, ...]]]:
-        """Cut the rows into pieces of at most `size`, each with the parts of runs it holds."""
-        for start in range(0, len(self.ids), size):
+        """Cut the rows into pieces of at most `size`, each with the parts of runs it holds.
+
+        A run with drafts, which is short, stays in one piece.
+        """
+        start = 0
+        while start < len(self.ids):
             stop = min(start + size, len(self.ids))
+            for run in self.runs:
+                if run.drafts and start < run.start < stop < run.stop:
+                    stop = run.start
             yield (
                 slice(start, stop),
                 tuple(
@@ -96,6 +104,7 @@ class TokenBatch:
                     if run.start < stop and run.stop > start
                 ),
             )
+            start = stop
 
 
 class Model(Protocol):

@@ -81,6 +81,7 @@ class KimiLayout:
             top_k=self.moe.rule.top_k,
             state_bytes=len(self.kda_layers) * self.kda.state_bytes,
             state_bytes_per_token=num_mla * self.mla.row_width * LATENT_VALUE_BYTES,
+            draft_bytes=4 * len(self.kda_layers) * (5 * self.kda.inner + self.kda.num_heads),
             row_bytes=4 * (8 * self.width + self._routed_values),
             block_row_bytes=4 * self._block_values,
         )

@@ -37,7 +37,8 @@ class RecurrentState:
         """Go back by tokens, which must have been drafts."""
         left = (0 if self.pending is None else len(self.pending.q)) - count
         assert left >= 0
-        self.pending = self.pending.part(slice(left)) if self.pending is not None and left else None
+        if count and self.pending is not None:
+            self.pending = self.pending.part(slice(left)).copy() if left else None
 
     @property
     def num_bytes(self) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import ceil, log, log1p, prod
 
 from finback.config import SEQUENCES, EngineConfig
+from finback.engine.drafts import MOST as MOST_DRAFTS
 from finback.errors import CapacityError
 from finback.kernels.ops import Ops
 from finback.models.base import BLOCK_ROWS, HEAD_ROWS, ModelShape
@@ -40,6 +41,8 @@ def plan_memory(
     shape, slot = needs.layout.shape, needs.slot_bytes
     context = min(config.context or CONTEXT, shape.max_positions)
     per_sequence = shape.state_bytes + context * shape.state_bytes_per_token
+    if config.drafts != "off":
+        per_sequence += MOST_DRAFTS * shape.draft_bytes
     fixed = {"interpreter": limits.resident + MARGIN, "values": 2 * needs.values_bytes}
     spine = _Spine.of(needs, ops)
     minimum = fixed | {

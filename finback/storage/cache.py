@@ -76,6 +76,7 @@ class ExpertCache:
         self._where: dict[Key, _Slot] = {}
         self._keys = np.full(arena.count, -1, np.int64)  # of each slot, for the policy
         self._busy = np.zeros(arena.count, bool)  # pinned or being filled
+        self._is_torn = False  # a lease is open, or was interrupted at an unknown place
         self._last_look = 0.0
         self._held: dict[int, _Slot] = {}  # of the lease that is open
         self._guessed: list[_Slot] = []  # slots that may still be filled on a guess
@@ -116,6 +117,8 @@ class ExpertCache:
             ReadError: A file ended early or the device failed; from the iterator.
             DamagedFile: The bytes cannot be weights; from the iterator.
         """
+        self._mend()
+        self._is_torn = True  # until this lease has ended in order
         if layer <= self._last_layer:
             self.step += 1  # another pass over the layers
             self._yield_to_pressure()
@@ -127,7 +130,6 @@ class ExpertCache:
             self._drop_guesses(layer, experts)
         if self._policy is not None:
             self._policy.used(np.array(experts, np.int64) + layer * self._num_experts, self.step)
-        self._let_go()  # of what an interrupted lease has left
         held = self._held
         try:
             if in_order:
@@ -137,8 +139,12 @@ class ExpertCache:
             else:
                 todo = self._begin_all(layer, self._hold(layer, experts, held), held)
                 yield self._batches(layer, todo, held)
-        finally:
+        except Exception:  # but not Ctrl-C, which may come at any line: see `_mend`
             self._let_go()
+            self._is_torn = False
+            raise
+        self._let_go()
+        self._is_torn = False
 
     @property
     def read_ahead(self) -> int:
@@ -218,8 +224,24 @@ class ExpertCache:
             len(self._slots),
         )
 
+    def _mend(self) -> None:
+        """After a lease that was torn apart by Ctrl-C, forget everything and begin empty."""
+        if not self._is_torn:
+            return
+        self._reader.drain()  # nothing is written into a slot any more
+        self._held.clear()
+        self._where.clear()
+        self._guessed = []
+        for slot in self._slots:
+            slot.key, slot.ticket, slot.matrices = None, None, {}
+            slot.pins, slot.is_guess = 0, False
+            self._keys[slot.number], self._busy[slot.number] = -1, False
+        self._free = list(reversed(self._slots))
+        self._is_torn = False
+
     def check(self) -> None:
         """Test the invariants: nothing is leased, every slot is free or has one expert."""
+        self._mend()
         assert all(slot.pins == 0 for slot in self._slots)
         there = [slot for slot in self._slots if slot.key is not None]
         coming = [slot for slot in self._slots if slot.key is None and slot.ticket is not None]
@@ -361,7 +383,11 @@ class ExpertCache:
             )
             for name, part in layout.matrices.items()
         }
-        slot.ticket = self._reader.submit(layout.extents, memory, priority, "expert")
+        try:
+            slot.ticket = self._reader.submit(layout.extents, memory, priority, "expert")
+        except FinbackError:
+            self._set_free(slot)
+            raise
         slot.key, self._where[key] = key, slot
         self._keys[slot.number] = key[0] * self._num_experts + key[1]
         self._busy[slot.number] = True
@@ -455,7 +481,7 @@ class ExpertCache:
         held[expert] = slot
 
     def _let_go(self) -> None:
-        """Unpin all that the open lease holds; nothing here waits, so Ctrl-C finds no gap."""
+        """Unpin all that the open lease holds."""
         while self._held:
             self._unpin(self._held.popitem()[1])
 

@@ -148,6 +148,18 @@ class Reader:
             if ticket.error is not None:
                 raise ticket.error
 
+    def drain(self) -> None:
+        """Give up everything that waits, and wait for what is under way."""
+        with self._lock:
+            for queue in self._queues.values():
+                for _, _, piece in queue:
+                    if not piece.is_taken:
+                        piece.is_taken = piece.ticket.is_cancelled = True
+                        piece.ticket.left -= 1
+            self._done.notify_all()
+            while self._under_way:
+                self._done.wait()
+
     def settle(self, tickets: Iterable[Ticket]) -> None:
         """Wait until nothing is written into the tickets' memory any more, well or badly."""
         wanted = list(tickets)

@@ -128,7 +128,9 @@ def _compile(kind: str, params: SamplingParams) -> str:
     from llguidance import LLMatcher
 
     if kind == "json_schema":
-        schema = params.json_schema
+        schema = {} if params.json_schema is True else params.json_schema
+        if schema is False:
+            raise RequestError("json_schema false allows no answer at all")
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema)
             return str(LLMatcher.grammar_from_json_schema(text, overrides=JSON_STYLE))

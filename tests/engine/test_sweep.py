@@ -1,5 +1,6 @@
 """Many sequences in one pass: a model whose routes are chosen, and tiny models in every mixture."""
 
+import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from finback import LLM, Request
 from finback.answer import Completion
+from finback.config import SamplingParams
 from finback.engine.engine import Engine
 from finback.engine.scheduler import PATIENCE, StepLimits
 from finback.errors import ContextTooLong, DamagedFile, RequestError
@@ -34,7 +36,7 @@ PROMPTS = ("The whale", "A ship on the sea and the wind", "x", "Call me", "There
 class Routed:
     """Each token chooses experts by a given rule; the next token is the last one plus one."""
 
-    shape = ModelShape(LAYERS, 1, VOCAB, 400, (), EXPERTS, 2, 0, 0, 0, 0)
+    shape = ModelShape(LAYERS, 1, VOCAB, 400, (), EXPERTS, 2, 0, 0, 0, 0, 0)
 
     def __init__(self, experts: ExpertCache, route: Callable[[int, int], set[int]]) -> None:
         self.experts, self.route, self.unions = experts, route, 0
@@ -317,3 +319,86 @@ def test_a_prompt_of_many_tokens_reads_each_expert_once(alone: dict[str, Any]) -
         shape = llm.engine.model.shape
         assert spent.counts["steps"] == 1
         assert spent.counts["expert_misses"] <= shape.num_experts * len(shape.routed_layers)
+
+
+def test_several_callers_take_steps_for_each_other(alone: dict[str, Any]) -> None:
+    with LLM(alone["folder"], max_rows=8) as llm:
+        texts = [(PROMPTS[n], alone["answers"][PROMPTS[n]].token_ids) for n in range(4)]
+        scores = llm.score_each([a for a, _ in texts], [b for _, b in texts])
+        requests = [Request(prompt="x", sampling={"max_tokens": n, "seed": 1}) for n in (2, 9)]
+        batch = llm.batch(requests)
+        found = {}
+        for place, score in scores:
+            found[place] = score
+            llm.generate("y", max_tokens=3)
+            next(batch, None)
+        assert len(list(batch)) == 0 or llm.engine.is_idle
+        assert [found[n].tokens for n in range(4)] == [alone["scores"][a] for a, _ in texts]
+        second = llm.batch(requests)
+        first = next(second)
+        llm.generate("y", max_tokens=30)  # ends the other one too
+        (last,) = list(second)
+        assert [first[0], last[0]] == [0, 1]
+        assert len(last[1].token_ids) == 9
+        assert llm.engine.is_idle
+
+
+def test_what_nobody_holds_is_dropped(alone: dict[str, Any]) -> None:
+    with LLM(alone["folder"]) as llm:
+        llm.engine.add([1, 2, 3], SamplingParams(max_tokens=500))  # Ctrl-C before it was noted
+        llm.generate("x", max_tokens=2)
+        assert llm.engine.is_idle
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # when freed
+@settings(max_examples=40)
+@given(at=st.integers(0, 2500), slots=st.sampled_from([1, 3, 9]), seed=st.integers(0, 3))
+def test_ctrl_c_at_any_line_leaves_a_model_that_works(at: int, slots: int, seed: int) -> None:
+    """Interrupts at a random call of our own code; then everything is as if new."""
+    folder = DATA / "tiny-k3"
+    with LLM(folder, expert_slots=slots, threads=1) as llm:
+        expected = llm.generate("x", max_tokens=3, seed=seed).token_ids
+        left = [at]
+
+        def interrupt(frame: Any, event: str, argument: Any) -> None:
+            if event == "call" and "/finback/" in frame.f_code.co_filename:
+                left[0] -= 1
+                if left[0] == 0:
+                    sys.setprofile(None)
+                    raise KeyboardInterrupt
+
+        sys.setprofile(interrupt)
+        try:
+            llm.generate(["x", "The whale"], max_tokens=3, seed=seed)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert llm.generate("x", max_tokens=3, seed=seed).token_ids == expected
+        llm.engine.check()
+        llm._loaded.experts.check()
+        assert llm.engine.is_idle
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.logprobs(5),
+        lambda llm: llm.logprobs(None),
+        lambda llm: llm.score(5, 6),
+        lambda llm: llm.score("ab", "cd"),
+        lambda llm: llm.logits(5),
+        lambda llm: llm.tokenize(5),
+        lambda llm: llm.batch([5]),
+        lambda llm: llm.batch(Request(prompt="a")),
+        lambda llm: llm.batch([Request(prompt="a", sampling=5)]),  # type: ignore[arg-type]
+        lambda llm: llm.batch([Request()]),
+        lambda llm: llm.generate("a", logprobs=21),
+        lambda llm: llm.generate("a", stop=5),
+    ],
+)
+def test_odd_types_are_refused_in_a_sentence(
+    alone: dict[str, Any], call: Callable[[LLM], object]
+) -> None:
+    with LLM(alone["folder"]) as llm, pytest.raises(RequestError):
+        call(llm)

@@ -93,6 +93,23 @@ def test_expressions_choices_and_grammars(llm: LLM, prompt: str) -> None:
     assert out.text in ("abd", "acd")
 
 
+def test_stop_tokens_end_forced_stretches_too(llm: LLM) -> None:
+    options: dict[str, Any] = {"json_schema": SCHEMAS[0], "seed": 2, "max_tokens": 60}
+    whole = llm.generate("x", **options)
+    for token in whole.token_ids[1:6]:
+        cut = llm.generate("x", stop_token_ids=[token], **options)
+        plain = llm.generate("x", stop_token_ids=[token], logprobs=0, **options)
+        assert cut.token_ids == plain.token_ids
+        assert cut.token_ids[-1] == token
+        assert cut.finish_reason == "stop"
+        assert cut.text == plain.text
+
+
+def test_any_json_is_json(llm: LLM) -> None:
+    out = llm.generate("x", json_schema=True, seed=3, max_tokens=40)
+    assert out.finish_reason == "length" or json.loads(out.text) is not Ellipsis
+
+
 def test_a_constraint_in_a_chat_comes_without_reasoning(llm: LLM) -> None:
     out = llm.chat(
         [{"role": "user", "content": "Yes or no?"}],
@@ -113,6 +130,11 @@ def test_a_constraint_in_a_chat_comes_without_reasoning(llm: LLM) -> None:
         ({"json_schema": {"$ref": "http://example.com/schema"}}, "json_schema cannot be used"),
         ({"json_schema": '{"type": '}, "json_schema is no JSON"),
         ({"json_schema": {"type": {1, 2}}}, "json_schema is no JSON"),
+        ({"json_schema": False}, "allows no answer"),
+        ({"regex": "\ud800"}, "holds a character that is none"),
+        ({"choice": ["a", "\ud800"]}, "holds a character that is none"),
+        ({"grammar": "\ud800"}, "holds a character that is none"),
+        ({"json_schema": '"\ud800"'}, "holds a character that is none"),
         ({"regex": "(a"}, "regex cannot be used"),
         ({"grammar": "start: nowhere"}, "grammar cannot be used"),
         ({"choice": []}, "at least one text"),
