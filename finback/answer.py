@@ -7,7 +7,8 @@ from typing import Protocol
 
 from finback.config import SamplingParams
 from finback.engine.engine import Engine
-from finback.engine.sequence import Constraint, Delta, FinishReason, TokenLogprob
+from finback.engine.sampler import TokenLogprob
+from finback.engine.sequence import Constraint, Delta, FinishReason
 from finback.errors import FinbackError
 from finback.spans import Profile, Snapshot, Spans
 from finback.text.parse import ParsedMessage, Parser, Piece

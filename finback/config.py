@@ -58,8 +58,9 @@ class EngineConfig:
     stream_spine: bool | None = None  # read what every token uses anew each step; if None as needed
     policy: str = DEFAULT_POLICY  # which expert to give up
     heat: str | None = None  # a file that keeps across runs which experts are used much
-    # Tokens that are guessed and verified together: what followed the last ones when they occurred
-    # before (`lookup`), while it pays, or none (`off`). They change no text.
+    # Tokens that are guessed and verified together, while it pays: what followed the last ones when
+    # they occurred before (`lookup`), what a small model writes (its folder or name; it must have
+    # the same vocabulary, and be small beside the memory), or none (`off`). They change no text.
     drafts: str = "off"
     states: str | None = None  # a folder where states of prefixes are kept; nothing is if None
     keep_every: int | None = None  # tokens between two states of an answer; 4,096 if None
@@ -88,8 +89,8 @@ class EngineConfig:
             raise UsageError(
                 f"policy must be one of {', '.join(POLICY_NAMES)}, not {self.policy!r}"
             )
-        if self.drafts not in DRAFT_NAMES:
-            raise UsageError(f"drafts must be one of {', '.join(DRAFT_NAMES)}, not {self.drafts!r}")
+        if not isinstance(self.drafts, str) or not self.drafts:
+            raise UsageError(f"drafts is off, lookup or a model's folder, not {self.drafts!r}")
         if self.policy == "pinned" and self.heat is None:
             raise UsageError("the policy pinned needs the file of --heat, to know what to pin")
         for name in ("read_threads", *MAY_BE_NONE):

@@ -19,14 +19,16 @@ from finback.checkpoint.formats import Array
 from finback.checkpoint.hf import SAMPLING_KEYS, read_sampling, read_stop_ids
 from finback.checkpoint.index import Checkpoint, open_checkpoint
 from finback.config import DRAFT_NAMES, EngineConfig, SamplingParams, with_known_options
-from finback.engine.drafts import DraftController
+from finback.engine.drafts import DraftController, ModelDrafter
 from finback.engine.engine import Engine
+from finback.engine.sampler import TokenLogprob
 from finback.engine.scheduler import StepLimits
-from finback.engine.sequence import Delta, TokenLogprob
+from finback.engine.sequence import Delta
 from finback.engine.snapshots import SnapshotStore
 from finback.errors import CheckpointError, FinbackError, RequestError, UsageError
 from finback.hub.local import STORYTELLER, find_model
 from finback.kernels.backends import best_backend
+from finback.models.base import BLOCK_ROWS
 from finback.models.convert import with_spine
 from finback.models.loading import MemoryPlan, load_model, read_needs
 from finback.planner.memory import plan_memory
@@ -39,7 +41,7 @@ from finback.text.chat import ChatFormat, ChatOptions, continue_ids, load_chat
 from finback.text.grammar import Grammars
 from finback.text.parse import Piece, collect
 from finback.text.stream import TextStream
-from finback.text.tokenizer import load_tokenizer, read_tokenizer_config, token_text
+from finback.text.tokenizer import Tokenizer, load_tokenizer, read_tokenizer_config, token_text
 from finback.text.xtml import Message
 from finback.units import parse_bytes
 
@@ -106,6 +108,7 @@ class LLM:
         self._rating: dict[int, Rating] = {}
         self._is_closed, self._heat = False, config.heat
         self._is_asked_to_stop = False
+        self.plan: MemoryPlan
         checkpoint = open_checkpoint(self.folder)
         generation = read_json_if_there(self.folder / "generation_config.json")
         self.sampling = read_sampling(generation)
@@ -119,7 +122,10 @@ class LLM:
         )
         with self.spans.span("load"):
             needs = read_needs(with_spine(checkpoint, config.spine))
-            self.plan = plan_memory(needs, config, ops)
+            self._drafter, reserved = self._load_drafter(config), 0
+            if self._drafter is not None:
+                reserved = sum(self._drafter.plan.parts.values())
+            self.plan = plan_memory(needs, config, ops, reserved=reserved)
             limits = StepLimits(
                 max_rows=self.plan.max_rows,
                 max_sequences=self.plan.max_sequences,
@@ -131,7 +137,10 @@ class LLM:
         try:
             ends = self._stop_ids(checkpoint.config, generation)
             self.engine = Engine(self._loaded.model, limits, self.spans, ends)
-            self.use_drafts(config.drafts)
+            self.use_drafts(config.drafts != "off")
+            if self._drafter is not None:
+                small = self._drafter.engine.model
+                self.engine.make_drafter = lambda s: ModelDrafter(small, s.sampling, s.seed)
             if config.states is not None:
                 self.engine.snapshots = self._open_states(checkpoint, config)
                 self.engine.keep_every = config.keep_every or self.engine.keep_every
@@ -157,15 +166,9 @@ class LLM:
         spine = self._loaded.spine
         return [e for group in spine.groups if not spine.stays(group.name) for e in group.extents]
 
-    def use_drafts(self, drafts: str) -> None:
-        """Change what tokens are drafted by, with nothing learnt so far; see `EngineConfig`.
-
-        Raises:
-            UsageError: There is no such way.
-        """
-        if drafts not in DRAFT_NAMES:
-            raise UsageError(f"drafts must be one of {', '.join(DRAFT_NAMES)}, not {drafts!r}")
-        self.engine.drafts = None if drafts == "off" else DraftController()
+    def use_drafts(self, is_on: bool) -> None:
+        """Turn drafts on or off, with nothing learnt so far whether they pay."""
+        self.engine.drafts = DraftController() if is_on else None
 
     def stop(self) -> None:
         """Let answers end after the step that is computed now; their states are kept, if any are.
@@ -357,6 +360,8 @@ class LLM:
             except OSError as error:
                 logger.warning("%s: the heat could not be kept (%s)", self._heat, error.strerror)
         self._loaded.reader.close()
+        if self._drafter is not None:
+            self._drafter.close()
 
     def __enter__(self) -> Self:
         return self
@@ -368,6 +373,28 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _load_drafter(self, config: EngineConfig) -> "LLM | None":
+        """Load the small model that drafts, if there is one, and compare the vocabularies."""
+        if config.drafts in DRAFT_NAMES:
+            return None
+        small = LLM(
+            config.drafts,
+            memory=config.memory,
+            context=config.context,
+            max_sequences=config.max_sequences,
+            max_rows=BLOCK_ROWS,
+            threads=config.threads,
+            activations=config.activations,
+            guesses=False,
+        )
+        if not _same_tokens(self.tokenizer, small.tokenizer):
+            small.close()
+            raise UsageError(
+                f"{config.drafts}: has another vocabulary than {self.folder.name}, so it cannot "
+                "draft for it"
+            )
+        return small
 
     def _open_states(self, checkpoint: Checkpoint, config: EngineConfig) -> SnapshotStore:
         """Open the folder of states for exactly this model and way of computing."""
@@ -605,6 +632,14 @@ def _collected(answer: OpenAnswer) -> Completion:
     if isinstance(out, ChatCompletion):
         out.text = out.message.content
     return out
+
+
+def _same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
+    return (
+        one.num_tokens == other.num_tokens
+        and one.specials == other.specials
+        and all(one.token_bytes(n) == other.token_bytes(n) for n in range(one.num_tokens))
+    )
 
 
 def _measure_disk(checkpoint: Checkpoint, plan: MemoryPlan) -> DiskRate | None:

@@ -1,7 +1,9 @@
 """What many tests share: tiny checkpoints, a copy that may be damaged, safetensors by hand."""
 
 import json
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +64,18 @@ def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep states and sessions of all tests out of the user's folders."""
+    home = tmp_path_factory.mktemp("home")
+    before = {name: os.environ.get(name) for name in ("FINBACK_STATES", "FINBACK_SESSIONS")}
+    os.environ["FINBACK_STATES"] = str(home / "states")
+    os.environ["FINBACK_SESSIONS"] = str(home / "sessions")
+    yield
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value

@@ -90,7 +90,7 @@ def measure_drafts(
     if cold:
         drop_cached([folder / name for name in open_checkpoint(folder).files])
     report, found = DraftReport(tokens), dict[tuple[str, str], list[DraftRow]]()
-    with LLM(folder, **options) as llm:
+    with LLM(folder, drafts="lookup", **options) as llm:
         tasks = _tasks(tokens, llm.engine.model.shape.vocab_size)
         for number in range(rounds):
             for task, (prompt, text) in tasks.items():
@@ -123,7 +123,7 @@ def _tasks(tokens: int, size: int) -> dict[str, tuple[list[int], list[int]]]:
 
 
 def _write(llm: LLM, prompt: list[int], text: list[int], task: str, drafts: str) -> DraftRow:
-    llm.use_drafts(drafts)
+    llm.use_drafts(drafts != "off")
     params = SamplingParams(max_tokens=len(text), ignore_eos=True, seed=1)
     laid_down = _LaidDown(text, llm.engine.model.shape.vocab_size)
     number = llm.engine.add(prompt, params, laid_down)

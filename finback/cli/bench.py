@@ -252,6 +252,45 @@ def draft(
     output.data(output.table(header, rows, left=(0, 1)))
 
 
+@app.command("state")
+def state(
+    model: Annotated[Path, typer.Argument(help="A model folder.", metavar="DIR")],
+    memory: MemoryOption = "auto",
+    spine: SpineOption = "published",
+    tokens: Annotated[int, typer.Option(help="Of the prefix that is restored.", min=16)] = 512,
+    rounds: Annotated[int, typer.Option(help="Rounds to take the median of.", min=1)] = 5,
+    threads: Annotated[int | None, typer.Option(help="Computing threads.", min=1)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure keeping and restoring states beside the disk, and restoring beside computing."""
+    from finback.bench.state import measure_state
+    from finback.hub.local import find_model
+
+    report = measure_state(
+        find_model(model),
+        rounds,
+        tokens,
+        lambda text: output.talk(output.dim(text)),
+        memory=memory,
+        spine=spine,
+        threads=threads,
+        context=tokens + 64,
+    )
+    if as_json:
+        output.json_data(report.as_json())
+        return
+    r = report
+    output.data(
+        f"Kimi K3   {human_bytes(r.k3_state_bytes)} of state: kept in {r.k3_save_s:.2f} s, "
+        f"restored in {r.k3_restore_s:.2f} s, {r.k3_restore_gbps:.2f} GB/s of the disk's "
+        f"{r.ceiling_gbps:.2f} ({r.of_ceiling:.2f})\n"
+        f"prefix    {r.prefix_tokens} tokens computed in {r.prefill_s:.2f} s, restored in "
+        f"{r.restore_s:.4f} s ({r.restore_speedup:.0f} times faster)\n"
+        f"drafts    going back in a state of Kimi K3's size takes {r.go_back_s * 1e3:.2f} ms, "
+        f"{r.go_back_of_step:.2%} of a step of this model"
+    )
+
+
 def _numbers(text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]

@@ -103,8 +103,9 @@ PolicyOption = Annotated[
 DraftsOption = Annotated[
     str,
     typer.Option(
-        help="Guess tokens and verify several in one pass, while it pays: off, or lookup (what "
-        "followed the last tokens when they occurred before). The text stays the same."
+        help="Guess tokens and verify several in one pass, while it pays: off, lookup (what "
+        "followed the last tokens when they occurred before), or a small model of the same "
+        "vocabulary. The text stays the same."
     ),
 ]
 Thinking = Annotated[

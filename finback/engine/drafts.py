@@ -6,12 +6,29 @@ experts of its own: they are only made while they pay.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from finback.checkpoint.formats import Array
+from finback.config import SamplingParams
+from finback.engine.sampler import pick
+from finback.models.base import BLOCK_ROWS, Model, Run, TokenBatch
+from finback.models.state import SequenceState
 
 GRAM = 3  # tokens that must have occurred before, for what followed them to be drafted
 MOST = 8  # drafts of a sequence in a step
 FIRST_CHANCE = 0.6  # believed of a draft before any was verified
 MEMORY = 0.8  # how much of the past stays at each measurement
 ALLOWED_LOSS = 0.01  # of the time spent so far, on drafts that did not pay
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of one sequence."""
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Give at most `most` tokens that may follow `tokens`, which only ever grow."""
+        ...
 
 
 class PromptLookup:
@@ -35,6 +52,53 @@ class PromptLookup:
         self._seen = max(GRAM, len(tokens))
         found = self._ends.get(tuple(tokens[-GRAM:]))
         return [] if found is None else list(tokens[found : found + most])
+
+
+class ModelDrafter:
+    """Drafts what a smaller model would write, with the same noise. Belongs to one sequence.
+
+    A draft stands when it is what the large model's sampler picks. The small one picks with the
+    same seed at the same position, so that it agrees as often as the two distributions do.
+    """
+
+    def __init__(self, model: Model, sampling: SamplingParams, seed: int) -> None:
+        """Start with nothing computed.
+
+        Args:
+            model: Of the same vocabulary; stays the caller's.
+            sampling: Of the sequence; penalties and limits of its form are not followed here.
+            seed: Of the sequence.
+        """
+        self._model, self._sampling, self._seed = model, sampling, seed
+        self._state = SequenceState()
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        """See `Drafter.propose`."""
+        room = self._model.shape.max_positions - len(tokens)
+        if min(most, room) < 1:
+            return []
+        for start in range(self._state.position, len(tokens), BLOCK_ROWS):
+            last = self._extend(self._state, tokens[start : min(start + BLOCK_ROWS, len(tokens))])
+        drafts: list[int] = []
+        state = self._state.fork()
+        while True:
+            if not np.isfinite(last).all():
+                return drafts  # damaged weights make no good drafts
+            drafts.append(pick(last, self._sampling, self._seed, len(tokens) + len(drafts)))
+            if len(drafts) == min(most, room):
+                return drafts
+            last = self._extend(state, drafts[-1:])
+
+    def _extend(self, state: SequenceState, tokens: Sequence[int]) -> Array:
+        """Compute tokens and give the logits (V,) after the last."""
+        ids, count = np.array(tokens, np.int64), len(tokens)
+        wanted = np.array([count - 1])
+        with np.errstate(all="ignore"):
+            rows = self._model.forward(TokenBatch(ids, (Run(state, 0, count),), wanted))
+            (logits,) = self._model.logits(rows, 1)
+        state.position += count
+        last: Array = logits[0]
+        return last
 
 
 class DraftController:

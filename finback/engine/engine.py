@@ -5,7 +5,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import closing
 from math import inf
@@ -14,7 +14,7 @@ import numpy as np
 
 from finback.checkpoint.formats import Array
 from finback.config import SamplingParams
-from finback.engine.drafts import DraftController, PromptLookup
+from finback.engine.drafts import DraftController, Drafter, PromptLookup
 from finback.engine.sampler import adjust, pick, rate, refuse_no_numbers
 from finback.engine.scheduler import Batch, Scheduler, StepLimits, Wanted
 from finback.engine.sequence import Constraint, Delta, Sequence
@@ -50,6 +50,7 @@ class Engine:
         self._scheduler = Scheduler(limits)
         self.snapshots: SnapshotStore | None = None  # where states are kept, if they are
         self.keep_every, self.keep_every_s = KEEP_EVERY, inf  # tokens, seconds between two of them
+        self.make_drafter: Callable[[Sequence], Drafter] = lambda sequence: PromptLookup()
         self.drafts: DraftController | None = None  # says how many pay; none are made without
         self._numbers = itertools.count(1)
 
@@ -171,12 +172,12 @@ class Engine:
         Sequences that are still reading their prompt gain nothing yet and give no delta. A pass
         that fails leaves the states of its sequences half advanced: they all end with that error.
         """
+        start = time.perf_counter()
         if self.drafts is not None:
             self._propose(self.drafts)
         batch = self._scheduler.next_batch()
         if batch is None:
             return []
-        start = time.perf_counter()
         with self.spans.span("step"):
             try:
                 deltas = self._run(batch)
@@ -362,11 +363,11 @@ class Engine:
         """Draft for every answer that goes on, as far as it pays."""
         answering = self._scheduler.answering
         for sequence in answering:
-            if sequence.lookup is None:
-                sequence.lookup = PromptLookup()
+            if sequence.drafter is None:
+                sequence.drafter = self.make_drafter(sequence)
             room = sequence.max_length - len(sequence.tokens) - 1
             width = controller.width(len(answering), sequence.chance)
-            sequence.drafts = sequence.lookup.propose(sequence.tokens, min(width, room))
+            sequence.drafts = sequence.drafter.propose(sequence.tokens, min(width, room))
             self.spans.count("drafts", len(sequence.drafts))
 
     def _learn(self, controller: DraftController, batch: Batch, seconds: float) -> None:

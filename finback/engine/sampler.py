@@ -2,18 +2,28 @@
 
 from collections import Counter
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 
 from finback.checkpoint.formats import Array, Mask
 from finback.config import SamplingParams
-from finback.engine.sequence import TokenLogprob
 from finback.errors import DamagedFile
 from finback.kernels.ops import Ids
 from finback.kernels.sampling import likeliest, shares
 
 FIRST_SORTED = 64  # ids sorted at first; eight times more where the filters keep more
 FORBIDDEN = np.float32(-1e30)  # the logit of a token that may not come
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the model found a token: natural logarithms of raw probabilities."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 for the likeliest token
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens with theirs
 
 
 def refuse_no_numbers(logits: Array, position: int) -> None:

@@ -6,7 +6,8 @@ from typing import Literal, Protocol
 
 from finback.checkpoint.formats import Mask
 from finback.config import SamplingParams
-from finback.engine.drafts import FIRST_CHANCE, PromptLookup, chance_after
+from finback.engine.drafts import FIRST_CHANCE, Drafter, chance_after
+from finback.engine.sampler import TokenLogprob
 from finback.errors import FinbackError
 from finback.models.state import SequenceState
 
@@ -29,16 +30,6 @@ class Constraint(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """How likely the model found a token: natural logarithms of raw probabilities."""
-
-    token_id: int
-    logprob: float
-    rank: int  # 1 for the likeliest token
-    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens with theirs
-
-
 @dataclass(slots=True)
 class Sequence:
     """A request inside the engine. It has computed `state.position` of its `tokens`.
@@ -57,7 +48,7 @@ class Sequence:
     rated_from: int  # the first token whose likelihood is wanted; beyond the prompt if none is
     constraint: Constraint | None = None
     is_background: bool = False
-    lookup: PromptLookup | None = None  # drafts come from here
+    drafter: Drafter | None = None  # drafts come from here
     drafts: list[int] = field(default_factory=list)  # for the next step, after `tokens`
     chance: float = FIRST_CHANCE  # that a draft stands
     kept_at: int = 0  # the position of the last state that was kept

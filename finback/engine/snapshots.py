@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -39,6 +39,14 @@ SUM_WORDS = 8192  # 64-bit words that are added up together
 QUOTA = 32 << 30
 LEAST_TOKENS = 16  # shorter prefixes are computed faster than they are found
 logger = logging.getLogger(__name__)
+
+
+class HasState(Protocol):
+    """What a state is checked against: a model."""
+
+    def state_shapes(self, position: int) -> dict[tuple[int, str], tuple[int, ...]]:
+        """See `Model.state_shapes`."""
+        ...
 
 
 @dataclass(slots=True)
@@ -223,7 +231,7 @@ def write_state(path: Path, fingerprint: str, tokens: Sequence[int], state: Sequ
 
 
 def read_state(
-    path: Path, fingerprint: str, tokens: Sequence[int], model: Model, reader: Reader
+    path: Path, fingerprint: str, tokens: Sequence[int], model: HasState, reader: Reader
 ) -> SequenceState:
     """Read a state and check it: the model, the tokens, every layer's part, every sum.
 

@@ -22,6 +22,11 @@ class RecurrentState:
     history: Array  # (3, J-1, C): the last inputs of the convolutions of q, k and v
     pending: DeltaRows | None = None
 
+    def copy(self) -> "RecurrentState":
+        """Give the same in memory of its own."""
+        pending = None if self.pending is None else self.pending.copy()
+        return RecurrentState(self.matrix.copy(), self.history.copy(), pending)
+
     def take(self, rows: DeltaRows, certain: int) -> tuple[DeltaRows, int, int]:
         """Say what is to be computed for new rows, of which the first `certain` are no drafts.
 
@@ -68,6 +73,12 @@ class LatentState:
         self.length = needed
         return self._buffer[:needed]
 
+    def copy(self) -> "LatentState":
+        """Give the same in memory of its own."""
+        other = LatentState(self._buffer.shape[1])
+        other.append(self.rows)
+        return other
+
     @property
     def rows(self) -> Array:
         """Give the rows so far (S, width), valid until the next append."""
@@ -110,6 +121,11 @@ class SequenceState:
         """Tell that a layer has seen all rows of this step."""
         if not self.is_kept:
             del self.layers[layer]
+
+    def fork(self) -> "SequenceState":
+        """Give a copy that goes its own way."""
+        layers = {number: layer.copy() for number, layer in self.layers.items()}
+        return SequenceState(layers, self.position, self.is_kept)
 
     def go_back(self, position: int) -> None:
         """Forget the tokens after a position; they must have been drafts of the last step."""

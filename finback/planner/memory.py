@@ -28,9 +28,13 @@ SPARE_SLOTS = 4  # besides the experts of one token, so that reads never wait fo
 
 
 def plan_memory(
-    needs: Needs, config: EngineConfig, ops: Ops, limits: Limits | None = None
+    needs: Needs,
+    config: EngineConfig,
+    ops: Ops,
+    limits: Limits | None = None,
+    reserved: int = 0,
 ) -> MemoryPlan:
-    """Divide the memory there is.
+    """Divide the memory there is, less `reserved` bytes for a model that drafts.
 
     Raises:
         CapacityError: It is not enough; the text says what would be.
@@ -44,6 +48,7 @@ def plan_memory(
     if config.drafts != "off":
         per_sequence += MOST_DRAFTS * shape.draft_bytes
     fixed = {"interpreter": limits.resident + MARGIN, "values": 2 * needs.values_bytes}
+    fixed |= {"drafts": reserved} if reserved else {}
     spine = _Spine.of(needs, ops)
     minimum = fixed | {
         f"one sequence of {context} tokens": per_sequence,

@@ -1,5 +1,7 @@
 """Drafts change how many passes an answer takes, and nothing else."""
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from finback.config import SamplingParams
 from finback.engine.drafts import MOST, DraftController, PromptLookup, chance_after
 from finback.engine.engine import Engine
 from finback.engine.scheduler import StepLimits
+from finback.errors import UsageError
 from finback.models.base import Run, TokenBatch
 from finback.models.state import SequenceState
 from finback.spans import Spans
@@ -103,7 +106,7 @@ def test_any_drafts_give_the_same_tokens(
         sampling = SamplingParams(temperature=0, max_tokens=length)
         numbers = [engine.add([n, n + 1, n + 2], sampling) for n in (3, 15)]
         for sequence in engine._scheduler._live.values():
-            sequence.lookup = Chosen(wrong_at)
+            sequence.drafter = Chosen(wrong_at)
         got: dict[int, tuple[list[int], Any]] = {number: ([], None) for number in numbers}
         while not engine.is_idle:
             for delta in engine.step():
@@ -219,7 +222,7 @@ def test_drafts_before_forced_tokens_that_differ_are_in_vain(drafts: list[int]) 
         engine.drafts = Always(most) if most else None
         number = engine.add([2, 3], SamplingParams(temperature=0, max_tokens=8), Holding())
         for sequence in engine._scheduler._live.values():
-            sequence.lookup = Fixed()
+            sequence.drafter = Fixed()
             sequence.state.position = 1  # so that the first step drafts already
         tokens: list[int] = []
         while not engine.is_idle:
@@ -242,7 +245,7 @@ def test_an_error_keeps_what_had_been_accepted() -> None:
         engine.drafts = Always(most) if most else None
         engine.add([2, 3], SamplingParams(temperature=0, max_tokens=9))
         for sequence in engine._scheduler._live.values():
-            sequence.lookup = Chosen([])
+            sequence.drafter = Chosen([])
         deltas = []
         while not engine.is_idle:
             deltas += engine.step()
@@ -286,3 +289,53 @@ def test_the_memory_plan_knows_drafts() -> None:
             latent = sequence.state.position * shape.state_bytes_per_token
             pending = sequence.state.num_bytes - shape.state_bytes - 2 * latent
             assert pending <= 8 * shape.draft_bytes + 64 * shape.state_bytes_per_token
+
+
+def test_a_fork_goes_its_own_way(tiny: Path) -> None:
+    model = load_all(tiny).model
+    state = SequenceState()
+    extend(model, state, [5, 6, 7])
+    other = state.fork()
+    extend(model, other, [1, 2, 3])
+    got = extend(model, state, [8, 9])
+    plain = SequenceState()
+    np.testing.assert_array_equal(extend(model, plain, [5, 6, 7, 8, 9])[3:], got)
+    assert (state.position, other.position) == (5, 6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_drafts_for_itself_and_every_draft_stands(
+    tiny: Path, tmp_path: Path, temperature: float
+) -> None:
+    options: dict[str, Any] = {"max_tokens": 30, "seed": 8, "temperature": temperature}
+    with LLM(tiny) as llm:
+        expected = llm.generate("The whale", ignore_eos=True, **options)
+    with LLM(tiny, drafts=str(tiny)) as llm:
+        assert llm.plan.parts["drafts"] > 0
+        llm.engine.drafts = Always(4)
+        out = llm.generate("The whale", ignore_eos=True, **options)
+        assert out.token_ids == expected.token_ids
+        counts = llm.spans.counts
+        assert counts["drafts_stood"] == counts["drafts"] > 20
+        assert counts["steps"] <= 8
+    other = tmp_path / "other"
+    shutil.copytree(tiny, other)
+    config = json.loads((other / "tokenizer_config.json").read_text())
+    if "added_tokens_decoder" in config:
+        name = next(iter(config["added_tokens_decoder"]))
+        config["added_tokens_decoder"][name]["content"] = "<|other|>"
+        (other / "tokenizer_config.json").write_text(json.dumps(config))
+        with pytest.raises(UsageError, match="has another vocabulary"):
+            LLM(tiny, drafts=str(other))
+
+
+def test_models_of_one_vocabulary_draft_for_each_other() -> None:
+    """Both tiny models have the same tokens; what one guesses of the other is mostly wrong."""
+    options: dict[str, Any] = {"max_tokens": 20, "seed": 8, "ignore_eos": True}
+    first, second = DATA / TINY[0], DATA / TINY[1]
+    with LLM(first) as llm:
+        alone = llm.generate(["The whale", "A ship"], **options)
+    with LLM(first, drafts=str(second)) as llm:
+        llm.engine.drafts = Always(3)
+        drafted = llm.generate(["The whale", "A ship"], **options)
+    assert [a.token_ids for a in alone] == [b.token_ids for b in drafted]
