@@ -168,7 +168,9 @@ class LLM:
 
     def use_drafts(self, is_on: bool) -> None:
         """Turn drafts on or off, with nothing learnt so far whether they pay."""
-        self.engine.drafts = DraftController() if is_on else None
+        shape = self.engine.model.shape
+        share = shape.top_k / max(1, shape.num_experts)
+        self.engine.drafts = DraftController(share) if is_on else None
 
     def stop(self) -> None:
         """Let answers end after the step that is computed now; their states are kept, if any are.

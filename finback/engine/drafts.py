@@ -17,14 +17,18 @@ from finback.models.base import BLOCK_ROWS, Model, Run, TokenBatch
 from finback.models.state import SequenceState
 
 GRAM = 3  # tokens that must have occurred before, for what followed them to be drafted
-MOST = 8  # drafts of a sequence in a step
-FIRST_CHANCE = 0.6  # believed of a draft before any was verified
+MOST = 16  # drafts of a sequence in a step
+FIRST_CHANCE = 0.5  # believed of a draft before anything is known
+FIRST_WEIGHT, MOST_WEIGHT = 0.8, 4.0  # believed of the cost of drafts, and the most
+CLEARLY = 1.05  # times the rate without drafts is better
 MEMORY = 0.8  # how much of the past stays at each measurement
 ALLOWED_LOSS = 0.01  # of the time spent so far, on drafts that did not pay
 
 
 class Drafter(Protocol):
     """Guesses the next tokens of one sequence."""
+
+    is_free: bool  # guesses cost nothing, so that they are made also to see how good they are
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """Give at most `most` tokens that may follow `tokens`, which only ever grow."""
@@ -36,6 +40,8 @@ class PromptLookup:
 
     Source: Saxena 2023, "Prompt lookup decoding". Belongs to one sequence.
     """
+
+    is_free = True
 
     def __init__(self) -> None:
         """Start with nothing seen."""
@@ -60,6 +66,8 @@ class ModelDrafter:
     A draft stands when it is what the large model's sampler picks. The small one picks with the
     same seed at the same position, so that it agrees as often as the two distributions do.
     """
+
+    is_free = False
 
     def __init__(self, model: Model, sampling: SamplingParams, seed: int) -> None:
         """Start with nothing computed.
@@ -104,15 +112,19 @@ class ModelDrafter:
 class DraftController:
     """Says how many drafts pay, from what steps with and without them took.
 
-    `certain` rows without drafts take c seconds and each draft m more. Of drafts that stand with
-    chance p each, d bring p + p² + … + p^d tokens; the number with the best rate is taken, and none
-    where that is not better than without. What was lost on drafts is bounded whatever was believed.
+    n certain rows take c seconds. With d drafts besides, a step reads the experts of n + d rows: of
+    uniform routes these are U(r) = 1 − (1 − k/E)^r of a layer, and the step takes
+    c · (1 + γ · (U(n+d) / U(n) − 1)), with γ measured (1 where only reading counts). Of drafts that
+    stand with chance p each, d bring p + p² + … + p^d tokens; the number with the best rate is
+    taken, and none where that is not clearly better than without. What was lost on drafts is
+    bounded, whatever was believed.
     """
 
-    def __init__(self) -> None:
-        """Start with nothing measured."""
-        self._base: dict[int, float] = {}  # c by the number of certain rows
-        self._each: dict[int, float] = {}  # m
+    def __init__(self, share: float) -> None:
+        """Start with nothing measured; `share` of a layer's experts are used by a token, k/E."""
+        self._share = min(max(share, 1e-4), 0.999)
+        self._base: dict[int, float] = {}  # c by n
+        self._weight = FIRST_WEIGHT  # γ
         self._spent, self._won = 0.0, 0.0  # seconds of all steps; won by drafts, or lost
 
     def width(self, certain: int, chance: float, most: int = MOST) -> int:
@@ -124,13 +136,12 @@ class DraftController:
             most: Never more than these.
         """
         base = self._base.get(certain)
-        if base is None or self._won < -ALLOWED_LOSS * self._spent - base:
+        if base is None or self._won < -ALLOWED_LOSS * self._spent - base / 2:
             return 0
-        each = self._each.get(certain, base / certain / 2)
-        best, width, tokens = certain / base, 0, float(certain)
+        best, width, tokens = CLEARLY * certain, 0, float(certain)
         for count in range(1, most + 1):
             tokens += chance**count
-            rate = tokens / (base + each * count)
+            rate = tokens / (1 + self._weight * self._more(certain, count))
             if rate > best:
                 best, width = rate, count
         return width
@@ -143,9 +154,13 @@ class DraftController:
             self._base[certain] = seconds if base is None else _mix(base, seconds)
             return
         self._won += base * (1 + stood / certain) - seconds
-        each = max(0.0, (seconds - base) / drafts)
-        before = self._each.get(certain)
-        self._each[certain] = each if before is None else _mix(before, each)
+        weight = max(0.0, seconds / base - 1) / self._more(certain, drafts)
+        self._weight = _mix(self._weight, min(weight, MOST_WEIGHT))
+
+    def _more(self, certain: int, drafts: int) -> float:
+        """Give U(n+d) / U(n) − 1."""
+        kept = 1 - self._share
+        return (1 - kept ** (certain + drafts)) / (1 - kept**certain) - 1
 
 
 def chance_after(chance: float, drafts: int, stood: int) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 
 from finback.checkpoint.formats import Array
 from finback.config import SamplingParams
+from finback.engine.drafts import MOST as MOST_DRAFTS
 from finback.engine.drafts import DraftController, Drafter, PromptLookup
 from finback.engine.sampler import adjust, pick, rate, refuse_no_numbers
 from finback.engine.scheduler import Batch, Scheduler, StepLimits, Wanted
@@ -365,9 +366,13 @@ class Engine:
         for sequence in answering:
             if sequence.drafter is None:
                 sequence.drafter = self.make_drafter(sequence)
+            sequence.judge_guesses()
             room = sequence.max_length - len(sequence.tokens) - 1
-            width = controller.width(len(answering), sequence.chance)
-            sequence.drafts = sequence.drafter.propose(sequence.tokens, min(width, room))
+            width = min(controller.width(len(answering), sequence.chance), room)
+            asked = MOST_DRAFTS if sequence.drafter.is_free else width
+            guesses = sequence.drafter.propose(sequence.tokens, asked)
+            sequence.guessed, sequence.guessed_at = guesses, len(sequence.tokens)
+            sequence.drafts = guesses[: max(0, width)]
             self.spans.count("drafts", len(sequence.drafts))
 
     def _learn(self, controller: DraftController, batch: Batch, seconds: float) -> None:

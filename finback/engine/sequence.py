@@ -50,6 +50,8 @@ class Sequence:
     is_background: bool = False
     drafter: Drafter | None = None  # drafts come from here
     drafts: list[int] = field(default_factory=list)  # for the next step, after `tokens`
+    guessed: list[int] = field(default_factory=list)  # after `guessed_at` tokens, to be judged
+    guessed_at: int = 0
     chance: float = FIRST_CHANCE  # that a draft stands
     kept_at: int = 0  # the position of the last state that was kept
     kept_when: float = field(default_factory=time.monotonic)
@@ -73,9 +75,16 @@ class Sequence:
         most = max(0, min(tried, len(new) - 1))
         self.stood = next((n for n, (a, b) in enumerate(pairs) if a != b), most)
         self.state.go_back(length + self.stood)
-        self.chance = chance_after(self.chance, tried, self.stood)
         self.drafts = []
         return self.stood
+
+    def judge_guesses(self) -> None:
+        """Compare the last guesses, drafted or not, with what came."""
+        came = self.tokens[self.guessed_at :]
+        pairs = list(zip(self.guessed, came, strict=False))
+        right = next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        self.chance = chance_after(self.chance, len(pairs), right)
+        self.guessed = []
 
     @property
     def is_only_rated(self) -> bool:
