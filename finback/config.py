@@ -27,6 +27,7 @@ MAY_BE_NONE = (
     "max_rows",
     "max_sequences",
     "prompt_rows",
+    "resident_sequences",
 )
 
 
@@ -45,6 +46,11 @@ class EngineConfig:
 
     max_rows: int | None = None  # tokens of one pass over the layers; what saves reads if None
     max_sequences: int | None = None  # computed together; 64 if there is memory, if None
+    # States of sequences that were asked for and do not fit into memory go to a file in the folder
+    # of states, layer by layer, in every step; without, fewer sequences run together.
+    spill: bool = True
+    resident_sequences: int | None = None  # whose states stay in memory; what fits if None
+    max_spill_writes: str | None = None  # bytes, as 200GB; after that no further state is spilled
     prompt_rows: int | None = (
         None  # of prompts in a step that an answer waits for; no limit if None
     )
@@ -101,7 +107,7 @@ class EngineConfig:
                 raise UsageError(f"{name} must be a whole number of at least 1, not {value!r}")
         if self.threads is not None and self.threads > MAX_THREADS:
             raise UsageError(f"threads must be at most {MAX_THREADS}, not {self.threads}")
-        for name in ("guesses", "direct_reads"):
+        for name in ("guesses", "direct_reads", "spill"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if not isinstance(self.spine, str) or not self.spine:
@@ -113,6 +119,10 @@ class EngineConfig:
         if not isinstance(self.states_quota, str):
             raise UsageError(f"states_quota is a text such as 32GiB, not {self.states_quota!r}")
         parse_bytes(self.states_quota, 1 << 40)
+        if self.max_spill_writes is not None:
+            if not isinstance(self.max_spill_writes, str):
+                raise UsageError(f"max_spill_writes is a text, not {self.max_spill_writes!r}")
+            parse_bytes(self.max_spill_writes, 1 << 40)
         every = self.keep_every_s
         if every is not None and (not isinstance(every, int | float) or not 0 < every < 1e9):
             raise UsageError(f"keep_every_s must be a number of seconds above 0, not {every!r}")

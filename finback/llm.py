@@ -27,15 +27,18 @@ from finback.engine.sequence import Delta
 from finback.engine.snapshots import SnapshotStore
 from finback.errors import CheckpointError, FinbackError, RequestError, UsageError
 from finback.hub.local import STORYTELLER, find_model
+from finback.hub.sessions import states_folder
 from finback.kernels.backends import best_backend
 from finback.models.base import BLOCK_ROWS
 from finback.models.convert import with_spine
 from finback.models.loading import MemoryPlan, load_model, read_needs
+from finback.models.state import StateSpill
 from finback.planner.memory import plan_memory
 from finback.spans import Spans
 from finback.storage.arena import reserve
 from finback.storage.extents import Extent
 from finback.storage.probe import LEAST_MEMORY, MEMORY_BYTES, DiskRate, measure_ceiling
+from finback.storage.spill import SpillFile
 from finback.storage.trace import Recorder
 from finback.text.chat import ChatFormat, ChatOptions, continue_ids, load_chat
 from finback.text.grammar import Grammars
@@ -129,6 +132,7 @@ class LLM:
             limits = StepLimits(
                 max_rows=self.plan.max_rows,
                 max_sequences=self.plan.max_sequences,
+                max_resident=self.plan.max_resident,
                 prompt_rows=config.prompt_rows,
                 context=self.plan.context,
             )
@@ -137,6 +141,10 @@ class LLM:
         try:
             ends = self._stop_ids(checkpoint.config, generation)
             self.engine = Engine(self._loaded.model, limits, self.spans, ends)
+            if self.plan.max_resident < self.plan.max_sequences:
+                self.engine.spill = self._open_spill(config)
+                if config.max_spill_writes is not None:
+                    self.engine.max_spill_bytes = parse_bytes(config.max_spill_writes)
             self.use_drafts(config.drafts != "off")
             if self._drafter is not None:
                 small = self._drafter.engine.model
@@ -361,6 +369,8 @@ class LLM:
                 self._loaded.experts.save_heat(Path(self._heat))
             except OSError as error:
                 logger.warning("%s: the heat could not be kept (%s)", self._heat, error.strerror)
+        if (engine := getattr(self, "engine", None)) is not None and engine.spill is not None:
+            engine.spill.close()
         self._loaded.reader.close()
         if self._drafter is not None:
             self._drafter.close()
@@ -375,6 +385,19 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _open_spill(self, config: EngineConfig) -> StateSpill:
+        """Make the file for states that do not fit into memory."""
+        folder = states_folder() if config.states is None else Path(config.states).expanduser()
+        try:
+            file = SpillFile(folder, self._loaded.reader, self.spans)
+        except OSError as error:
+            raise UsageError(
+                f"{folder}: states cannot be spilled there ({error.strerror}); choose another "
+                "folder with FINBACK_STATES, or run fewer sequences together"
+            ) from error
+        shape = self._loaded.model.shape
+        return StateSpill(file, shape.num_layers, self.plan.context)
 
     def _load_drafter(self, config: EngineConfig) -> "LLM | None":
         """Load the small model that drafts, if there is one, and compare the vocabularies."""

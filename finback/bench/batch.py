@@ -45,7 +45,7 @@ class BatchRow:
     expert_bytes_per_token: float = 0.0
     spine_bytes_per_token: float = 0.0
     union_bytes_per_step: float = 0.0  # of all experts that a step uses, in memory or not
-    state_spill_bytes: int = 0
+    state_spill_bytes: float = 0.0  # written in a step, and read again in the next
     read_term_s: float = 0.0  # a step's bytes at the ceiling
     compute_term_s: float = 0.0  # a step's multiplications at the matrix rate
     step_s: float = 0.0
@@ -211,7 +211,9 @@ def _row(
 ) -> BatchRow:
     counts = profile.counts
     spine, experts = counts.get("bytes_read_spine", 0), counts.get("bytes_read_expert", 0)
-    read = experts / limits.ceiling_gbps / 1e9 + spine / limits.spine_gbps / 1e9
+    spilled = counts.get("bytes_spilled", 0)
+    states = counts.get("bytes_read_state", 0) + spilled
+    read = (experts + states) / limits.ceiling_gbps / 1e9 + spine / limits.spine_gbps / 1e9
     per_token = sum(f / rate / 1e9 for f, rate in zip(flops, limits.matrix_gflops, strict=True))
     compute = count * tokens * per_token
     bound = count * tokens / max(read, compute)
@@ -223,6 +225,7 @@ def _row(
         of_bound=rate / bound,
         expert_bytes_per_token=experts / count / tokens,
         spine_bytes_per_token=spine / count / tokens,
+        state_spill_bytes=spilled / tokens,
         union_bytes_per_step=counts.get("experts_used", 0) * slot_bytes / tokens,
         read_term_s=read / tokens,
         compute_term_s=compute / tokens,
@@ -232,6 +235,6 @@ def _row(
 
 
 def _median_row(count: int, rows: list[BatchRow]) -> BatchRow:
-    names = [name for name in asdict(rows[0]) if name not in ("sequences", "state_spill_bytes")]
+    names = [name for name in asdict(rows[0]) if name != "sequences"]
     values = {name: statistics.median(getattr(row, name) for row in rows) for name in names}
     return BatchRow(sequences=count, **values)

@@ -164,8 +164,9 @@ class _K3:
                 state.layers[layer] = LatentState(shape[1])
                 state.layers[layer].append(values)  # type: ignore[union-attr]
             elif kind == "matrix":
-                history = rng.standard_normal(shapes[layer, "history"], np.float32)
-                state.layers[layer] = RecurrentState(values, history)
+                part = RecurrentState.empty(shape, shapes[layer, "history"])
+                part.matrix[:] = values
+                state.layers[layer] = part
         return state
 
     def drafts(self, count: int) -> Any:

@@ -67,11 +67,13 @@ def answer_all(
         inputs = sum(out.stats.prompt_tokens for out in done.values())
         steps = max(1, spent.counts.get("steps", 0))
         rate = tokens / spent.wall_s if spent.wall_s else 0.0
+        written = spent.counts.get("bytes_spilled", 0)
+        spilled = f"{human_bytes(written)} of states written to disk, " if written else ""
         output.talk(
             output.dim(
                 f"{len(done)} answers: {inputs} tokens in, {tokens} out, {rate:.3g} tokens/s; "
                 f"{spent.counts.get('rows', 0) / steps:.1f} rows in each of {steps} passes, "
-                f"{human_bytes(spent.bytes_read / max(1, tokens))} read per token, "
+                f"{human_bytes(spent.bytes_read / max(1, tokens))} read per token, {spilled}"
                 f"{human_seconds(spent.compute_s)} computing, {human_seconds(spent.read_s)} reading"
             )
         )

@@ -165,6 +165,17 @@ def run(
             help="Answer several prompts together, one a line of this file (- for standard input)."
         ),
     ] = None,
+    spill: Annotated[
+        bool,
+        typer.Option(
+            "--spill/--no-spill",
+            help="With --prompt-file: write states that memory has no room for to disk in every "
+            "pass, or answer fewer prompts together.",
+        ),
+    ] = True,
+    max_spill_writes: Annotated[
+        str | None, typer.Option(help="Begin no further such answers after so much: 200GB.")
+    ] = None,
     json_schema: Annotated[
         Path | None, typer.Option(help="Let the answer be JSON that this schema allows.")
     ] = None,
@@ -237,6 +248,8 @@ def run(
         spine=spine,
         policy=policy,
         drafts=drafts,
+        spill=spill,
+        max_spill_writes=max_spill_writes,
         **kept_options(every),
         heat=None if heat is None else str(heat),
         context=context,

@@ -22,7 +22,7 @@ from finback.engine.sequence import Constraint, Delta, Sequence
 from finback.engine.snapshots import SnapshotStore
 from finback.errors import ContextTooLong, FinbackError, RequestError
 from finback.models.base import HEAD_ROWS, Model, Run, TokenBatch
-from finback.models.state import SequenceState
+from finback.models.state import SequenceState, StateSpill
 from finback.spans import Spans
 
 KEEP_EVERY = 4096  # tokens between two states that are kept
@@ -51,6 +51,8 @@ class Engine:
         self._scheduler = Scheduler(limits)
         self.snapshots: SnapshotStore | None = None  # where states are kept, if they are
         self.keep_every, self.keep_every_s = KEEP_EVERY, inf  # tokens, seconds between two of them
+        self.max_spill_bytes = inf  # after so many no further state is spilled
+        self.spill: StateSpill | None = None  # has the states that are not in memory
         self.make_drafter: Callable[[Sequence], Drafter] = lambda sequence: PromptLookup()
         self.drafts: DraftController | None = None  # says how many pay; none are made without
         self._numbers = itertools.count(1)
@@ -164,7 +166,9 @@ class Engine:
     def keep(self, number: int) -> None:
         """Keep the state of a sequence as it is between two steps, where states are kept."""
         sequence = self._scheduler.get(number)
-        if sequence is not None and self.snapshots is not None and sequence.state.position:
+        if sequence is None or self.snapshots is None or sequence.state.is_spilled:
+            return
+        if sequence.state.position:
             self._save_state(sequence)
 
     def step(self) -> list[Delta]:
@@ -176,6 +180,8 @@ class Engine:
         start = time.perf_counter()
         if self.drafts is not None:
             self._propose(self.drafts)
+        spilled = self.spans.counts.get("bytes_spilled", 0)
+        self._scheduler.may_spill = spilled < self.max_spill_bytes
         batch = self._scheduler.next_batch()
         if batch is None:
             return []
@@ -188,6 +194,8 @@ class Engine:
                 for sequence in batch.sequences:
                     self._scheduler.remove(sequence.number)
                 raise
+            finally:
+                self._forget_ended(batch)
         if self.drafts is not None:
             self._learn(self.drafts, batch, time.perf_counter() - start)
         self.spans.count("steps", 1)
@@ -202,6 +210,8 @@ class Engine:
         sequence = self._scheduler.remove(number)
         if sequence is None:
             return None
+        if self.spill is not None:
+            self.spill.forget(sequence.state)
         sequence.finish_reason = "abort"
         return Delta(number, finish_reason="abort")
 
@@ -261,7 +271,7 @@ class Engine:
         """Compute a batch; give what its sequences gained, in their order."""
         # Damaged weights may overflow; what comes out of it is refused below.
         with np.errstate(all="ignore"):
-            rows = self.model.forward(batch.tokens)
+            rows = self.model.forward(dataclasses.replace(batch.tokens, spill=self.spill))
             lengths = [len(sequence.tokens) for sequence in batch.sequences]
             for sequence, run in zip(batch.sequences, batch.tokens.runs, strict=True):
                 sequence.state.position += run.stop - run.start
@@ -344,7 +354,9 @@ class Engine:
 
     def _keep(self, sequence: Sequence) -> None:
         """Keep a state at the end of a prompt and of an answer, and every so many tokens."""
-        if self.snapshots is None or sequence.is_only_rated or sequence.finish_reason == "error":
+        if self.snapshots is None or sequence.is_only_rated or sequence.state.is_spilled:
+            return
+        if sequence.finish_reason == "error":
             return
         position = sequence.state.position
         is_boundary = position == sequence.num_prompt or sequence.finish_reason is not None
@@ -359,6 +371,13 @@ class Engine:
         self.model.settle(sequence.state)
         self.snapshots.save(sequence.tokens[:position], sequence.state)
         sequence.kept_at, sequence.kept_when = position, time.monotonic()
+
+    def _forget_ended(self, batch: Batch) -> None:
+        """Free what sequences that have ended hold in the spill file."""
+        for sequence in batch.sequences if self.spill is not None else ():
+            if sequence.state.is_spilled and sequence.number not in self._scheduler:
+                assert self.spill is not None
+                self.spill.forget(sequence.state)
 
     def _propose(self, controller: DraftController) -> None:
         """Draft for every answer that goes on, as far as it pays."""

@@ -25,6 +25,7 @@ class StepLimits:
 
     max_rows: int = 256
     max_sequences: int = 64  # that hold a state
+    max_resident: int | None = None  # of them, whose states stay in memory; all if None
     # Rows of prompts in a step that an interactive answer waits for; None for no limit of its own.
     prompt_rows: int | None = None
     context: int | None = None  # tokens of one sequence; what the model holds if None
@@ -62,6 +63,7 @@ class Scheduler:
     def __init__(self, limits: StepLimits) -> None:
         """Start without sequences."""
         self._limits = limits
+        self.may_spill = True  # begin sequences whose states do not stay in memory
         self._live: dict[int, Sequence] = {}
         self._step = 0
 
@@ -97,8 +99,12 @@ class Scheduler:
 
     @property
     def answering(self) -> list[Sequence]:
-        """List the sequences that would have one row in the next step."""
-        return [s for s in self._live.values() if s.behind == 1 and s.state.position > 0]
+        """List the sequences that would have one row in the next step, and may have drafts."""
+        return [
+            s
+            for s in self._live.values()
+            if s.behind == 1 and s.state.position > 0 and not s.state.is_spilled
+        ]
 
     def next_batch(self) -> Batch | None:
         """Fill a batch, or say that there is nothing to do."""
@@ -149,12 +155,21 @@ class Scheduler:
         """Give those that may be computed: with a state begun, or with a place for a new one."""
         places = self._limits.max_sequences
         places -= sum(self._holds_state(sequence) for sequence in self._live.values())
+        most = self._limits.max_resident or self._limits.max_sequences
+        resident = most - sum(
+            self._holds_state(sequence) and not sequence.state.is_spilled
+            for sequence in self._live.values()
+        )
         kept = 1 if self._limits.max_sequences >= PLACES_TO_SHARE else 0
         for sequence in sorted(self._live.values(), key=self._rank):
             if self._holds_state(sequence) or not sequence.state.is_kept:
                 yield sequence
+            elif resident <= 0 and not self.may_spill:
+                continue
             elif places > (kept if self._rank(sequence)[0] == BACKGROUND else 0):
                 places -= 1
+                sequence.state.is_spilled = resident <= 0
+                resident -= 1
                 yield sequence
 
     def _holds_state(self, sequence: Sequence) -> bool:

@@ -29,7 +29,7 @@ from finback.models.base import Model
 from finback.models.state import LatentState, RecurrentState, SequenceState
 from finback.storage.arena import BLOCK, reserve
 from finback.storage.extents import Extent, place
-from finback.storage.reader import Reader
+from finback.storage.reader import Reader, Ticket
 
 MAGIC = b"finback state 1\n"
 SUFFIX, ASIDE = ".state", ".damaged"
@@ -256,25 +256,57 @@ def read_state(
         end += -(-size // BLOCK) * BLOCK
     if end != header["bytes"]:
         raise DamagedFile(f"{path}: its header contradicts itself")
-    memory, tickets = {}, {}
-    for key, one in parts.items():
-        extent = Extent(path, start + one["at"], one["bytes"])
-        memory[key] = reserve(place([extent])[1])
-        tickets[key] = reader.submit([extent], memory[key], role="state")
+    return _read_parts(path, start, parts, wanted, len(tokens), reader)
+
+
+def _read_parts(
+    path: Path,
+    start: int,
+    parts: Mapping[tuple[int, str], Mapping[str, Any]],
+    shapes: Mapping[tuple[int, str], tuple[int, ...]],
+    position: int,
+    reader: Reader,
+) -> SequenceState:
+    """Read all layers at once, each into the memory where it stays, and check them as they come."""
+    state, tickets = SequenceState(position=position), dict[int, Ticket]()
+    places: dict[int, list[tuple[str, Bytes]]] = {}
+    for layer in sorted({layer for layer, _ in parts}):
+        if (layer, "rows") in parts:
+            kinds = ["rows"]
+            memory = reserve(-(-parts[layer, "rows"]["bytes"] // BLOCK) * BLOCK)
+        else:
+            kinds, pair = ["matrix", "history"], (shapes[layer, "matrix"], shapes[layer, "history"])
+            memory = reserve(RecurrentState.bytes_of(*pair) + 2 * BLOCK)
+            state.layers[layer] = RecurrentState.on(memory[: -2 * BLOCK], *pair)
+        extents = [
+            Extent(path, start + parts[layer, kind]["at"], parts[layer, kind]["bytes"])
+            for kind in kinds
+        ]
+        starts, _ = place(extents)
+        tickets[layer] = reader.submit(extents, memory, role="state")
+        places[layer] = [
+            (kind, memory[at : at + extent.num_bytes])
+            for kind, at, extent in zip(kinds, starts, extents, strict=True)
+        ]
     try:
-        for key, one in parts.items():
-            reader.wait([tickets[key]])
-            if _sum(memory[key][: one["bytes"]]) != one["sum"]:
-                raise DamagedFile(f"{path}: {one['kind']} of layer {key[0]} is damaged")
+        for layer, found in places.items():
+            reader.wait([tickets[layer]])
+            for kind, raw in found:
+                if _sum(raw) != parts[layer, kind]["sum"]:
+                    raise DamagedFile(f"{path}: {kind} of layer {layer} is damaged")
+            part = state.layers.get(layer)
+            if isinstance(part, RecurrentState):
+                # In its place already, unless the matrix fills no whole blocks.
+                part.history[:] = found[1][1].view(np.float32).reshape(part.history.shape)
+            else:
+                rows = found[0][1].view(np.float32).reshape(shapes[layer, "rows"])
+                state.layers[layer] = LatentState(rows.shape[1])
+                state.layers[layer].append(rows)  # type: ignore[union-attr]
     finally:
         for ticket in tickets.values():
             reader.cancel(ticket)
         reader.settle(list(tickets.values()))
-    values = {
-        key: memory[key][: one["bytes"]].view(np.float32).reshape(wanted[key])
-        for key, one in parts.items()
-    }
-    return _state_of(values, len(tokens))
+    return state
 
 
 def _arrays_of(state: SequenceState) -> list[tuple[int, str, Array]]:
@@ -286,17 +318,6 @@ def _arrays_of(state: SequenceState) -> list[tuple[int, str, Array]]:
         else:
             out.append((layer, "rows", part.rows))
     return out
-
-
-def _state_of(values: Mapping[tuple[int, str], Array], position: int) -> SequenceState:
-    state = SequenceState(position=position)
-    for (layer, kind), array in values.items():
-        if kind == "matrix":
-            state.layers[layer] = RecurrentState(array, values[layer, "history"])
-        elif kind == "rows":
-            state.layers[layer] = LatentState(array.shape[1])
-            state.layers[layer].append(array)  # type: ignore[union-attr]
-    return state
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:

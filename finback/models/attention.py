@@ -114,7 +114,8 @@ class Mla:
 
     def __call__(self, u: Array, tokens: TokenBatch) -> Array:
         """Compute rows (T, D) -> (T, D), extending each sequence's latent rows."""
-        return in_blocks(self._rows, u, tokens)
+        with tokens.states_of(self.layer):
+            return in_blocks(self._rows, u, tokens)
 
     def _rows(self, u: Array, runs: tuple[Run, ...]) -> Array:
         ops, shape = self._ops, self.shape

@@ -1,6 +1,7 @@
 """What a family gives, what a step computes, and how a checkpoint finds its family."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
@@ -15,7 +16,7 @@ from finback.checkpoint.hf import Fields
 from finback.checkpoint.index import Checkpoint
 from finback.errors import UnsupportedModel
 from finback.kernels.ops import Ids, Ops
-from finback.models.state import SequenceState
+from finback.models.state import SequenceState, StateSpill
 from finback.models.weights import TensorSpec, Weights
 from finback.storage.cache import ExpertCache
 
@@ -37,6 +38,8 @@ class ModelShape:
     top_k: int
     state_bytes: int
     state_bytes_per_token: int
+    part_bytes: int  # the most of a state that one layer has,
+    part_bytes_per_token: int  # and for each token
     draft_bytes: int  # of a sequence's state for each draft that is not settled
     row_bytes: int  # of a row of a step, through all layers
     block_row_bytes: int  # besides, of each of the rows that are computed together in a layer
@@ -78,6 +81,13 @@ class TokenBatch:
     runs: tuple[Run, ...]
     wanted: npt.NDArray[np.int64]  # (R,) rows whose logits are wanted, ascending
     probe: Probe | None = None
+    spill: StateSpill | None = None  # has the states that are not in memory
+
+    def states_of(self, layer: int) -> AbstractContextManager[None]:
+        """Have all states' parts of a layer in memory."""
+        if self.spill is None:
+            return nullcontext()
+        return self.spill.lease(layer, [run.state for run in self.runs])
 
     def blocks(self, size: int = BLOCK_ROWS) -> Iterator[tuple[slice, tuple[Run, ...]]]:
         """Cut the rows into pieces of at most `size`, each with the parts of runs it holds.

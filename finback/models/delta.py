@@ -110,9 +110,7 @@ class Kda:
     def new_state(self) -> RecurrentState:
         """Make the memory of a sequence that has seen nothing."""
         shapes = self.state_shapes(0)
-        return RecurrentState(
-            np.zeros(shapes["matrix"], np.float32), np.zeros(shapes["history"], np.float32)
-        )
+        return RecurrentState.empty(shapes["matrix"], shapes["history"])
 
     def state_shapes(self, position: int) -> dict[str, tuple[int, ...]]:
         """Give the shapes of this layer's part of a state, whatever the position."""
@@ -130,7 +128,8 @@ class Kda:
 
     def __call__(self, u: Array, tokens: TokenBatch) -> Array:
         """Compute rows (T, D) -> (T, D), advancing each sequence's recurrent state."""
-        return in_blocks(self._rows, u, tokens)
+        with tokens.states_of(self.layer):
+            return in_blocks(self._rows, u, tokens)
 
     def _rows(self, u: Array, runs: tuple[Run, ...]) -> Array:
         ops = self._ops

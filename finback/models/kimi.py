@@ -81,6 +81,8 @@ class KimiLayout:
             top_k=self.moe.rule.top_k,
             state_bytes=len(self.kda_layers) * self.kda.state_bytes,
             state_bytes_per_token=num_mla * self.mla.row_width * LATENT_VALUE_BYTES,
+            part_bytes=self.kda.state_bytes if self.kda_layers else 0,
+            part_bytes_per_token=self.mla.row_width * LATENT_VALUE_BYTES if num_mla else 0,
             draft_bytes=4 * len(self.kda_layers) * (5 * self.kda.inner + self.kda.num_heads),
             row_bytes=4 * (8 * self.width + self._routed_values),
             block_row_bytes=4 * self._block_values,

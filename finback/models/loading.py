@@ -55,6 +55,7 @@ class MemoryPlan:
     rows_from_disk: bool  # the embedding is looked up in its file
     max_rows: int
     max_sequences: int
+    max_resident: int  # of them, whose states stay in memory; the others' are spilled
     context: int
     reads_from_disk: bool  # in a step: experts or layers that are not all in memory
 

@@ -1,13 +1,17 @@
 """One sequence's memory: per layer a recurrent matrix with convolution rows, or latent rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from typing import TypeVar, cast
 
 import numpy as np
 
-from finback.checkpoint.formats import Array
+from finback.checkpoint.formats import Array, Bytes
 from finback.kernels.ops import DeltaRows
+from finback.storage.arena import BLOCK, reserve
+from finback.storage.spill import Place, SpillFile
 
 
 @dataclass(slots=True)
@@ -20,12 +24,44 @@ class RecurrentState:
 
     matrix: Array  # (H, K, K), key by value
     history: Array  # (3, J-1, C): the last inputs of the convolutions of q, k and v
+    memory: Bytes  # both of them, in whole blocks
     pending: DeltaRows | None = None
+
+    @classmethod
+    def empty(cls, matrix: tuple[int, ...], history: tuple[int, ...]) -> "RecurrentState":
+        """Make one of zeros."""
+        part = cls.on(reserve(cls.bytes_of(matrix, history)), matrix, history)
+        part.memory[:] = 0
+        return part
+
+    @staticmethod
+    def bytes_of(matrix: tuple[int, ...], history: tuple[int, ...]) -> int:
+        """Count the bytes of both arrays, in whole blocks."""
+        return -(-4 * (prod(matrix) + prod(history)) // BLOCK) * BLOCK
+
+    @classmethod
+    def on(
+        cls, memory: Bytes, matrix: tuple[int, ...], history: tuple[int, ...]
+    ) -> "RecurrentState":
+        """Make one of the two arrays' values, which lie one after the other."""
+        values = memory.view(np.float32)
+        end = prod(matrix) + prod(history)
+        return cls(
+            values[: prod(matrix)].reshape(matrix),
+            values[prod(matrix) : end].reshape(history),
+            memory,
+        )
+
+    def room_for(self, context: int) -> int:
+        """Count the bytes of this part after `context` tokens."""
+        return self.memory.nbytes
 
     def copy(self) -> "RecurrentState":
         """Give the same in memory of its own."""
-        pending = None if self.pending is None else self.pending.copy()
-        return RecurrentState(self.matrix.copy(), self.history.copy(), pending)
+        other = RecurrentState.empty(self.matrix.shape, self.history.shape)
+        other.matrix[:], other.history[:] = self.matrix, self.history
+        other.pending = None if self.pending is None else self.pending.copy()
+        return other
 
     def take(self, rows: DeltaRows, certain: int) -> tuple[DeltaRows, int, int]:
         """Say what is to be computed for new rows, of which the first `certain` are no drafts.
@@ -73,6 +109,10 @@ class LatentState:
         self.length = needed
         return self._buffer[:needed]
 
+    def room_for(self, context: int) -> int:
+        """Count the bytes of this part after `context` tokens."""
+        return 4 * context * self._buffer.shape[1]
+
     def copy(self) -> "LatentState":
         """Give the same in memory of its own."""
         other = LatentState(self._buffer.shape[1])
@@ -99,7 +139,7 @@ LayerState = RecurrentState | LatentState
 State = TypeVar("State", RecurrentState, LatentState)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SequenceState:
     """All layers' memory of one sequence after `position` tokens. Belongs to its sequence.
 
@@ -110,6 +150,7 @@ class SequenceState:
     layers: dict[int, LayerState] = field(default_factory=dict)
     position: int = 0
     is_kept: bool = True
+    is_spilled: bool = False  # layers are here only while they compute; see `StateSpill`
 
     def enter(self, layer: int, make: Callable[[], State]) -> State:
         """Give a layer's part, made anew if there is none; the layer always makes one kind."""
@@ -138,3 +179,114 @@ class SequenceState:
     def num_bytes(self) -> int:
         """Count the bytes of all layers."""
         return sum(layer.num_bytes for layer in self.layers.values())
+
+
+class StateSpill:
+    """Keeps the parts of spilled states in a file, layer by layer. For use by one thread.
+
+    While a layer computes, the parts of the next one come and those of the one before are written.
+    """
+
+    def __init__(self, file: SpillFile, num_layers: int, context: int) -> None:
+        """Use a file, which is the owner's from now on.
+
+        Args:
+            file: Closed with this.
+            num_layers: After the last layer comes the first.
+            context: Tokens of a sequence at most.
+        """
+        self._file, self._num_layers, self._context = file, num_layers, context
+        self._parts: dict[tuple[SequenceState, int], _Spilled] = {}
+        self._writing: list[_Spilled] = []  # of the layer before
+
+    @contextmanager
+    def lease(self, layer: int, states: Sequence[SequenceState]) -> Iterator[None]:
+        """Have a layer's parts of some states in memory until the block ends.
+
+        Raises:
+            ReadError: The device failed.
+            CapacityError: The disk is full.
+        """
+        mine = [state for state in states if state.is_spilled]
+        if not mine:
+            yield
+            return
+        for state in mine:
+            if (spilled := self._parts.get((state, layer))) is not None:
+                state.layers[layer] = spilled.take(self._file)
+        for state in mine:
+            following = self._parts.get((state, (layer + 1) % self._num_layers))
+            if following is not None:
+                following.begin(self._file)
+        yield
+        before, self._writing = self._writing, []
+        for spilled in before:
+            spilled.let_go(self._file)
+        for state in mine:
+            self._writing.append(self._put(state, layer, state.layers.pop(layer)))
+
+    def forget(self, state: SequenceState) -> None:
+        """Free what a state has in the file."""
+        for key in [key for key in self._parts if key[0] is state]:
+            self._file.give_up(self._parts.pop(key).place)
+
+    def close(self) -> None:
+        """Delete the file."""
+        self._parts.clear()
+        self._file.close()
+
+    def _put(self, state: SequenceState, layer: int, part: LayerState) -> "_Spilled":
+        spilled = self._parts.get((state, layer))
+        if spilled is None:
+            spilled = _Spilled(self._file.place(part.room_for(self._context)))
+            self._parts[state, layer] = spilled
+        spilled.put(self._file, part)
+        return spilled
+
+
+@dataclass(slots=True)
+class _Spilled:
+    """One layer's part of one state."""
+
+    place: Place
+    part: LayerState | None = None  # while it is written
+    kind: tuple[int, ...] = ()  # what is needed to make the part again
+    length: int = 0  # rows that are in the file
+
+    def put(self, file: SpillFile, part: LayerState) -> None:
+        """Begin to write what is new."""
+        self.part = part
+        if isinstance(part, RecurrentState):
+            assert part.pending is None
+            self.kind = (*part.matrix.shape, *part.history.shape)
+            file.write(self.place, part.memory, 0, part.memory.nbytes)
+            return
+        rows = part.rows
+        self.kind = (rows.shape[1],)
+        start, self.length = self.length, len(rows)
+        new = np.ascontiguousarray(rows[start:]).reshape(-1).view(np.uint8)
+        file.write(self.place, new, start * 4 * rows.shape[1], rows.nbytes)
+
+    def begin(self, file: SpillFile) -> None:
+        """Begin to read the part, unless it is still here."""
+        if self.part is None:
+            file.begin_read(self.place)
+
+    def take(self, file: SpillFile) -> LayerState:
+        """Give the part: what is still here, or what is read."""
+        part, self.part = self.part, None
+        if part is not None:
+            file.settle(self.place)
+            return part
+        memory = file.take(self.place)
+        if len(self.kind) > 1:
+            return RecurrentState.on(memory, self.kind[:3], self.kind[3:])
+        latent = LatentState(self.kind[0])
+        latent.append(memory.view(np.float32).reshape(-1, self.kind[0]))
+        return latent
+
+    def let_go(self, file: SpillFile) -> None:
+        """Drop what is written; the memory is free."""
+        if self.part is not None:
+            file.settle(self.place)
+            self.part = None

@@ -24,6 +24,7 @@ MARGIN = 48 << 20  # threads, fragments, what nobody counts
 MOST_OF_STATES, MOST_OF_ROWS = 0.25, 0.125  # shares of the budget
 MOST_ASKED = 0.4  # the share of each where a number was asked for
 LEAST_ROWS = 256  # of a step, where memory allows
+BUFFERED_LAYERS = 3  # of a spilled state: one is written, one computes, one comes
 SPARE_SLOTS = 4  # besides the experts of one token, so that reads never wait for computing
 
 
@@ -62,9 +63,13 @@ def plan_memory(
     wanted = min(needs.num_experts, config.expert_slots or shape.top_k + SPARE_SLOTS)
     most_of_states = MOST_OF_STATES if config.max_sequences is None else MOST_ASKED
     more = (config.max_sequences or SEQUENCES) - 1  # than the one that is in the minimum
-    sequences = 1 + min(more, int(spare * most_of_states) // max(1, per_sequence))
+    part = BUFFERED_LAYERS * max(shape.part_bytes, context * shape.part_bytes_per_token)
+    room = int(spare * most_of_states)
+    resident, spilled = _sequences(room, more, per_sequence, part, config)
+    sequences = resident + spilled
     rows = _rows(shape, config, spare)
-    parts = fixed | {"states": sequences * per_sequence, "rows": rows_bytes(shape, rows)}
+    states = resident * per_sequence + spilled * part
+    parts = fixed | {"states": states, "rows": rows_bytes(shape, rows)}
     left = budget - sum(parts.values())
     streamed = spine.streamed(left - wanted * slot, config.stream_spine)
     parts["spine"] = spine.bytes_with(streamed)
@@ -79,9 +84,29 @@ def plan_memory(
         rows_from_disk=bool(streamed),
         max_rows=rows,
         max_sequences=sequences,
+        max_resident=resident,
         context=context,
         reads_from_disk=bool(streamed) or slots < needs.num_experts,
     )
+
+
+def _sequences(
+    room: int, more: int, per_sequence: int, part: int, config: EngineConfig
+) -> tuple[int, int]:
+    """Say how many states stay in memory besides the first, and how many are spilled.
+
+    Spilling is for those that were asked for: each costs a few layers' parts instead of all.
+    """
+    fit = min(more, room // max(1, per_sequence))
+    if config.resident_sequences is not None:
+        fit = min(fit, config.resident_sequences - 1)
+    if fit == more or config.max_sequences is None or not config.spill:
+        return 1 + fit, 0
+    if part >= per_sequence and config.resident_sequences is None:
+        return 1 + fit, 0  # a model of few layers
+    # The most that stay so that the others' parts fit too.
+    fit = min(fit, max(0, (room - more * part) // max(1, per_sequence - part)))
+    return 1 + fit, min(more - fit, (room - fit * per_sequence) // max(1, part))
 
 
 def rows_bytes(shape: ModelShape, rows: int) -> int:

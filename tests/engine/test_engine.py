@@ -19,7 +19,7 @@ VOCAB = 50
 class Counting:
     """Predicts the successor of every token and records the batches it is given."""
 
-    shape = ModelShape(1, 1, VOCAB, 40, (), 1, 1, 0, 0, 0, 0, 0)
+    shape = ModelShape(1, 1, VOCAB, 40, (), 1, 1, 0, 0, 0, 0, 0, 0, 0)
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []

@@ -36,7 +36,7 @@ PROMPTS = ("The whale", "A ship on the sea and the wind", "x", "Call me", "There
 class Routed:
     """Each token chooses experts by a given rule; the next token is the last one plus one."""
 
-    shape = ModelShape(LAYERS, 1, VOCAB, 400, (), EXPERTS, 2, 0, 0, 0, 0, 0)
+    shape = ModelShape(LAYERS, 1, VOCAB, 400, (), EXPERTS, 2, 0, 0, 0, 0, 0, 0, 0)
 
     def __init__(self, experts: ExpertCache, route: Callable[[int, int], set[int]]) -> None:
         self.experts, self.route, self.unions = experts, route, 0
