@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import secrets
-import shutil
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -13,40 +12,22 @@ from types import TracebackType
 from typing import Any, Self, overload
 
 from finback.answer import ChatCompletion, ChatReader, Completion, OpenAnswer, PlainReader, RunStats
-from finback.checkpoint.files import read_json_if_there
-from finback.checkpoint.fingerprint import fingerprint
+from finback.assembly import assemble, make_controller
 from finback.checkpoint.formats import Array
-from finback.checkpoint.hf import SAMPLING_KEYS, read_sampling, read_stop_ids
-from finback.checkpoint.index import Checkpoint, open_checkpoint
-from finback.config import DRAFT_NAMES, EngineConfig, SamplingParams, with_known_options
-from finback.engine.drafts import DraftController, ModelDrafter
-from finback.engine.engine import Engine
+from finback.checkpoint.hf import SAMPLING_KEYS
+from finback.config import EngineConfig, SamplingParams, with_known_options
 from finback.engine.sampler import TokenLogprob
-from finback.engine.scheduler import StepLimits
 from finback.engine.sequence import Delta
-from finback.engine.snapshots import SnapshotStore
-from finback.errors import CheckpointError, FinbackError, RequestError, UsageError
+from finback.errors import FinbackError, RequestError, UsageError
 from finback.hub.local import STORYTELLER, find_model
-from finback.hub.sessions import states_folder
-from finback.kernels.backends import best_backend
-from finback.models.base import BLOCK_ROWS
-from finback.models.convert import with_spine
-from finback.models.loading import MemoryPlan, load_model, read_needs
-from finback.models.state import StateSpill
-from finback.planner.memory import plan_memory
 from finback.spans import Spans
-from finback.storage.arena import reserve
 from finback.storage.extents import Extent
-from finback.storage.probe import LEAST_MEMORY, MEMORY_BYTES, DiskRate, measure_ceiling
-from finback.storage.spill import SpillFile
 from finback.storage.trace import Recorder
-from finback.text.chat import ChatFormat, ChatOptions, continue_ids, load_chat
+from finback.text.chat import ChatOptions, continue_ids
 from finback.text.grammar import Grammars
 from finback.text.parse import Piece, collect
 from finback.text.stream import TextStream
-from finback.text.tokenizer import Tokenizer, load_tokenizer, read_tokenizer_config, token_text
 from finback.text.xtml import Message
-from finback.units import parse_bytes
 
 __all__ = [
     "LLM",
@@ -111,52 +92,16 @@ class LLM:
         self._rating: dict[int, Rating] = {}
         self._is_closed, self._heat = False, config.heat
         self._is_asked_to_stop = False
-        self.plan: MemoryPlan
-        checkpoint = open_checkpoint(self.folder)
-        generation = read_json_if_there(self.folder / "generation_config.json")
-        self.sampling = read_sampling(generation)
-        self.tokenizer = load_tokenizer(self.folder)
-        self.chat_format: ChatFormat | None = load_chat(self.folder, self.tokenizer)
-        ops = best_backend(config.threads, config.activations)
-        self.ops, self.activations = ops, ops.activations
+        parts = assemble(self.folder, config, self.spans)
+        self._parts, self._loaded, self.engine = parts, parts.loaded, parts.engine
+        self.plan, self.disk, self.ops = parts.plan, parts.disk, parts.ops
+        self.activations, self.sampling = parts.ops.activations, parts.sampling
+        self.tokenizer, self.chat_format = parts.tokenizer, parts.chat_format
+        self._grammars = Grammars(self.tokenizer, self.engine.model.shape.vocab_size)
         spine = "" if config.spine == "published" else f", {config.spine} spine"
         self._description = (
-            f"{self.folder.name}: {ops.activations} activations{spine}, {ops.description}"
+            f"{self.folder.name}: {self.activations} activations{spine}, {self.ops.description}"
         )
-        with self.spans.span("load"):
-            needs = read_needs(with_spine(checkpoint, config.spine))
-            self._drafter, reserved = self._load_drafter(config), 0
-            if self._drafter is not None:
-                reserved = sum(self._drafter.plan.parts.values())
-            self.plan = plan_memory(needs, config, ops, reserved=reserved)
-            limits = StepLimits(
-                max_rows=self.plan.max_rows,
-                max_sequences=self.plan.max_sequences,
-                max_resident=self.plan.max_resident,
-                prompt_rows=config.prompt_rows,
-                context=self.plan.context,
-            )
-            self.disk = _measure_disk(checkpoint, self.plan) if self.plan.reads_from_disk else None
-            self._loaded = load_model(needs, self.plan, ops, self.spans, config)
-        try:
-            ends = self._stop_ids(checkpoint.config, generation)
-            self.engine = Engine(self._loaded.model, limits, self.spans, ends)
-            if self.plan.max_resident < self.plan.max_sequences:
-                self.engine.spill = self._open_spill(config)
-                if config.max_spill_writes is not None:
-                    self.engine.max_spill_bytes = parse_bytes(config.max_spill_writes)
-            self.use_drafts(config.drafts != "off")
-            if self._drafter is not None:
-                small = self._drafter.engine.model
-                self.engine.make_drafter = lambda s: ModelDrafter(small, s.sampling, s.seed)
-            if config.states is not None:
-                self.engine.snapshots = self._open_states(checkpoint, config)
-                self.engine.keep_every = config.keep_every or self.engine.keep_every
-                self.engine.keep_every_s = config.keep_every_s or self.engine.keep_every_s
-            self._grammars = Grammars(self.tokenizer, self._loaded.model.shape.vocab_size)
-        except BaseException:
-            self.close()
-            raise
         logger.info("loaded %s in %.2f s", self.folder, self.spans.seconds["load"])
 
     @property
@@ -176,9 +121,7 @@ class LLM:
 
     def use_drafts(self, is_on: bool) -> None:
         """Turn drafts on or off, with nothing learnt so far whether they pay."""
-        shape = self.engine.model.shape
-        share = shape.top_k / max(1, shape.num_experts)
-        self.engine.drafts = DraftController(share) if is_on else None
+        self.engine.drafts = make_controller(self.engine.model) if is_on else None
 
     def stop(self) -> None:
         """Let answers end after the step that is computed now; their states are kept, if any are.
@@ -369,11 +312,7 @@ class LLM:
                 self._loaded.experts.save_heat(Path(self._heat))
             except OSError as error:
                 logger.warning("%s: the heat could not be kept (%s)", self._heat, error.strerror)
-        if (engine := getattr(self, "engine", None)) is not None and engine.spill is not None:
-            engine.spill.close()
-        self._loaded.reader.close()
-        if self._drafter is not None:
-            self._drafter.close()
+        self._parts.close()
 
     def __enter__(self) -> Self:
         return self
@@ -385,73 +324,6 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _open_spill(self, config: EngineConfig) -> StateSpill:
-        """Make the file for states that do not fit into memory."""
-        folder = states_folder() if config.states is None else Path(config.states).expanduser()
-        try:
-            file = SpillFile(folder, self._loaded.reader, self.spans)
-        except OSError as error:
-            raise UsageError(
-                f"{folder}: states cannot be spilled there ({error.strerror}); choose another "
-                "folder with FINBACK_STATES, or run fewer sequences together"
-            ) from error
-        shape = self._loaded.model.shape
-        return StateSpill(file, shape.num_layers, self.plan.context)
-
-    def _load_drafter(self, config: EngineConfig) -> "LLM | None":
-        """Load the small model that drafts, if there is one, and compare the vocabularies."""
-        if config.drafts in DRAFT_NAMES:
-            return None
-        small = LLM(
-            config.drafts,
-            memory=config.memory,
-            context=config.context,
-            max_sequences=config.max_sequences,
-            max_rows=BLOCK_ROWS,
-            threads=config.threads,
-            activations=config.activations,
-            guesses=False,
-        )
-        if not _same_tokens(self.tokenizer, small.tokenizer):
-            small.close()
-            raise UsageError(
-                f"{config.drafts}: has another vocabulary than {self.folder.name}, so it cannot "
-                "draft for it"
-            )
-        return small
-
-    def _open_states(self, checkpoint: Checkpoint, config: EngineConfig) -> SnapshotStore:
-        """Open the folder of states for exactly this model and way of computing."""
-        folder = Path(str(config.states)).expanduser()
-        if folder.exists() and not folder.is_dir():
-            raise UsageError(f"{folder}: is no folder; states are kept in one")
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        quota = parse_bytes(config.states_quota, shutil.disk_usage(there).total)
-        isa = getattr(self.ops, "isa", "")
-        made_by = f"{self.ops.name} {isa} {self.activations} {config.spine}"
-        name = f"{fingerprint(checkpoint)} {made_by}"
-        return SnapshotStore(folder, name, self._loaded.reader, quota)
-
-    def _stop_ids(
-        self, config: Mapping[str, object], generation: Mapping[str, object]
-    ) -> list[int]:
-        """Collect the ids that end an answer, and check the vocabulary against the model."""
-        size = self._loaded.model.shape.vocab_size
-        if self.tokenizer.num_tokens > size:
-            raise CheckpointError(
-                f"{self.folder}: the tokenizer gives ids up to {self.tokenizer.num_tokens - 1}, "
-                f"the model embeds {size}; the files belong to different models"
-            )
-        text = config.get("text_config")
-        configs = {"generation_config.json": generation, "config.json": config}
-        if isinstance(text, dict):
-            configs["config.json: text_config"] = text
-        ends = read_stop_ids(configs, size)
-        named = token_text(read_tokenizer_config(self.folder).get("eos_token"))
-        if named is not None and named in self.tokenizer.specials:
-            ends.append(self.tokenizer.specials[named])
-        return ends
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
@@ -657,23 +529,6 @@ def _collected(answer: OpenAnswer) -> Completion:
     if isinstance(out, ChatCompletion):
         out.text = out.message.content
     return out
-
-
-def _same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
-    return (
-        one.num_tokens == other.num_tokens
-        and one.specials == other.specials
-        and all(one.token_bytes(n) == other.token_bytes(n) for n in range(one.num_tokens))
-    )
-
-
-def _measure_disk(checkpoint: Checkpoint, plan: MemoryPlan) -> DiskRate | None:
-    """Measure the disk, within the plan's memory; None if there is too little of either."""
-    size = min(MEMORY_BYTES, plan.budget - plan.parts["interpreter"])
-    if size < LEAST_MEMORY:
-        return None
-    paths = [checkpoint.folder / name for name in checkpoint.files]
-    return measure_ceiling(paths, memory=reserve(size))
 
 
 def _check_list(value: object, name: str) -> None:

@@ -115,12 +115,16 @@ class Scheduler:
         wanted: list[Wanted] = []
         chosen: list[Sequence] = []
         prompt_rows, is_awaited = self._limits.prompt_rows or self._limits.max_rows, False
-        for sequence in sorted(self._with_places(), key=self._rank):
+        candidates = sorted(self._with_places(), key=self._rank)
+        spare = self._limits.max_rows - sum(sequence.behind for sequence in candidates)
+        for sequence in candidates:
             room = self._limits.max_rows - len(ids)
             is_prompt = sequence.behind > 1
             if is_prompt and is_awaited:
                 room = min(room, prompt_rows)
-            count = min(sequence.behind + len(sequence.drafts), room)
+            # Drafts take rows that nobody needs.
+            drafts = sequence.drafts = sequence.drafts[: max(0, spare)]
+            count = min(sequence.behind + len(drafts), room)
             if count <= 0 or (not sequence.state.is_kept and count < sequence.behind):
                 continue
             if is_prompt:
@@ -128,8 +132,8 @@ class Scheduler:
             else:
                 is_awaited |= not sequence.is_background
             start = sequence.state.position
-            drafts = sequence.drafts[: max(0, count - sequence.behind)]
-            sequence.drafts = drafts
+            drafts = sequence.drafts = drafts[: max(0, count - sequence.behind)]
+            spare -= len(drafts)
             runs.append(Run(sequence.state, len(ids), len(ids) + count, drafts=len(drafts)))
             for index in range(max(start + 1, sequence.rated_from), start + count + 1):
                 beyond = index - len(sequence.tokens)
