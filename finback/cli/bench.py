@@ -150,6 +150,10 @@ def batch(
     tokens: Annotated[int, typer.Option(help="Tokens of each sequence a round.", min=1)] = 4,
     rounds: Annotated[int, typer.Option(help="Rounds to take the median of.", min=1)] = 5,
     context: ContextOption = 64,
+    resident: Annotated[
+        int | None,
+        typer.Option(help="States that stay in memory; the others are spilled.", min=1),
+    ] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Drop cached pages first.")] = False,
     threads: Annotated[int | None, typer.Option(help="Computing threads.", min=1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -168,6 +172,7 @@ def batch(
         memory=memory,
         spine=spine,
         context=context,
+        resident_sequences=resident,
         threads=threads,
     )
     if as_json:
@@ -184,6 +189,7 @@ def batch(
             human_bytes(r.union_bytes_per_step),
             f"{r.step_s:.2f}",
             f"{r.wait_s:.2f}",
+            human_bytes(r.state_spill_bytes),
         )
         for r in report.rows
     ]
@@ -197,6 +203,7 @@ def batch(
         "used per step",
         "s per step",
         "waiting",
+        "spilled",
     )
     output.data(
         f"disk {report.ceiling_gbps:.2f} GB/s, products {report.matrix_gflops:.0f} GFLOP/s with "
