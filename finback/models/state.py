@@ -211,6 +211,7 @@ class StateSpill:
         if not mine:
             yield
             return
+        self._file.most_idle = len(mine)  # what one layer needs
         for state in mine:
             if (spilled := self._parts.get((state, layer))) is not None:
                 state.layers[layer] = spilled.take(self._file)
@@ -287,6 +288,8 @@ class _Spilled:
 
     def let_go(self, file: SpillFile) -> None:
         """Drop what is written; the memory is free."""
-        if self.part is not None:
+        part, self.part = self.part, None
+        if part is not None:
             file.settle(self.place)
-            self.part = None
+        if isinstance(part, RecurrentState):
+            file.recycle(part.memory)

@@ -55,6 +55,9 @@ class SpillFile:
         self._direct = _open_direct(self.path)
         self._pool = ThreadPoolExecutor(WRITERS, thread_name_prefix="spill")
         self._end, self._free = 0, dict[int, list[int]]()
+        # Memory that goes round: taken anew each time it would leave holes that stay.
+        self._idle: dict[int, list[Bytes]] = {}
+        self.most_idle = 0  # pieces of one size
 
     def place(self, room: int) -> Place:
         """Give a part of at most `room` bytes a place."""
@@ -110,7 +113,8 @@ class SpillFile:
         if place.reading is None and place.num_bytes:
             self.settle(place)
             size = -(-place.num_bytes // BLOCK) * BLOCK
-            place.memory = reserve(size)
+            idle = self._idle.get(size)
+            place.memory = idle.pop() if idle else reserve(size)
             extent = Extent(self.path, place.offset, place.num_bytes)
             place.reading = self._reader.submit([extent], place.memory, Priority.AHEAD, "state")
 
@@ -133,6 +137,12 @@ class SpillFile:
         self._reader.wait([ticket])
         memory, place.memory = place.memory, reserve(0)
         return memory[: place.num_bytes]
+
+    def recycle(self, memory: Bytes) -> None:
+        """Take memory back that nobody uses any more, for what is read next."""
+        idle = self._idle.setdefault(len(memory), [])
+        if len(idle) < self.most_idle and not (len(memory) % BLOCK or memory.ctypes.data % BLOCK):
+            idle.append(memory)
 
     def close(self) -> None:
         """Delete the file, after what is being written."""
