@@ -15,6 +15,8 @@ settings.register_profile("finback", deadline=None, suppress_health_check=[Healt
 settings.load_profile("finback")
 
 DATA = Path(__file__).parent / "data"
+# Of properties that load a model for each example; more with FINBACK_EXAMPLES.
+EXAMPLES = int(os.environ.get("FINBACK_EXAMPLES", "4"))
 TINY = ("tiny-k3", "tiny-kimi-linear")
 
 

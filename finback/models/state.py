@@ -79,7 +79,7 @@ class RecurrentState:
         left = (0 if self.pending is None else len(self.pending.q)) - count
         assert left >= 0
         if count and self.pending is not None:
-            self.pending = self.pending.part(slice(left)).copy() if left else None
+            self.pending = self.pending.part(slice(left)) if left else None  # of planned memory
 
     @property
     def num_bytes(self) -> int:

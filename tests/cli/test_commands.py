@@ -163,7 +163,7 @@ def test_chat_keeps_the_conversation() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "unknown command /nothing" in done.stderr
-    figures = [line for line in done.stderr.splitlines() if " tokens in, " in line]
+    figures = [line for line in done.stderr.splitlines() if " tokens in" in line]
     counts = [int(line.split(" tokens in")[0]) for line in figures]
     assert len(counts) == 2
     assert counts[1] > counts[0] + 30  # the second prompt holds the first turn

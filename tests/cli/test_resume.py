@@ -74,7 +74,7 @@ def test_ctrl_c_stops_and_keeps_and_resume_goes_on(home: dict[str, str], whole: 
     assert records(home) == []
 
 
-@pytest.mark.parametrize("kills", [3])
+@pytest.mark.parametrize("kills", [2])
 def test_kills_change_nothing(home: dict[str, str], whole: str, kills: int) -> None:
     process, name = begin(home)
     for number in range(kills):

@@ -20,7 +20,7 @@ from finback.errors import UsageError
 from finback.models.base import Run, TokenBatch
 from finback.models.state import SequenceState
 from finback.spans import Spans
-from tests.conftest import DATA, TINY
+from tests.conftest import DATA, EXAMPLES, TINY
 from tests.engine.test_engine import Counting
 from tests.helpers import extend, load_all, logits_of
 
@@ -145,7 +145,7 @@ def test_going_back_is_as_if_it_had_not_been(tiny: Path, stood: int) -> None:
     assert state.position == plain.position
 
 
-@settings(max_examples=10)
+@settings(max_examples=EXAMPLES)
 @given(
     seed=st.integers(0, 50),
     temperature=st.sampled_from([0.0, 0.4, 1.0]),

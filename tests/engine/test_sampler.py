@@ -156,7 +156,7 @@ def test_samples_follow_the_distribution_of_a_model() -> None:
     with LLM(DATA / "tiny-k3") as llm:
         ids = llm.tokenize("The whale")
         logits = llm.logits(ids)[-1].astype(float)
-        seeds = range(3000)
+        seeds = range(1500)
         sampling: dict[str, Any] = {"max_tokens": 1, "ignore_eos": True}
         requests = [Request(prompt=ids, sampling=sampling | {"seed": n}) for n in seeds]
         drawn = np.zeros(len(logits))

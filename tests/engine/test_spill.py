@@ -18,7 +18,7 @@ from finback.storage import spill
 from finback.storage.arena import reserve
 from finback.storage.reader import Reader
 from finback.storage.spill import SpillFile
-from tests.conftest import DATA, TINY
+from tests.conftest import DATA, EXAMPLES, TINY
 
 needs_native = pytest.mark.skipif(
     not instruction_sets(), reason="needs the native library: install a C compiler and reinstall"
@@ -86,7 +86,7 @@ def requests() -> list[Request]:
 
 
 @needs_native
-@settings(max_examples=6)
+@settings(max_examples=EXAMPLES)
 @given(
     resident=st.integers(1, 5),
     places=st.integers(2, 6),

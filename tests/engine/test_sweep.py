@@ -20,7 +20,7 @@ from finback.kernels.library import instruction_sets
 from finback.models.base import ModelShape, TokenBatch
 from finback.spans import Spans
 from finback.storage.cache import ExpertCache
-from tests.conftest import DATA, TINY
+from tests.conftest import DATA, EXAMPLES, TINY
 from tests.engine.test_engine import GREEDY, Counting, engine_of
 from tests.storage.test_cache import BYTES, EXPERTS, LAYERS, file, make
 
@@ -91,7 +91,7 @@ def test_each_expert_of_a_step_is_read_once(file: Path, route: str, slots: int) 
     model.experts._reader.close()
 
 
-@settings(max_examples=25)
+@settings(max_examples=5 * EXAMPLES)
 @given(
     kills=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 12)), max_size=6),
     slots=st.integers(1, 9),
@@ -241,7 +241,7 @@ def test_an_answer_is_rated_as_it_was_written(alone: dict[str, Any]) -> None:
 
 
 @needs_native
-@settings(max_examples=12)
+@settings(max_examples=EXAMPLES)
 @given(
     order=st.permutations(range(len(PROMPTS))),
     rows=st.integers(1, 40),
@@ -351,7 +351,7 @@ def test_what_nobody_holds_is_dropped(alone: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # when freed
-@settings(max_examples=40)
+@settings(max_examples=4 * EXAMPLES)
 @given(at=st.integers(0, 2500), slots=st.sampled_from([1, 3, 9]), seed=st.integers(0, 3))
 def test_ctrl_c_at_any_line_leaves_a_model_that_works(at: int, slots: int, seed: int) -> None:
     """Interrupts at a random call of our own code; then everything is as if new."""

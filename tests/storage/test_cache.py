@@ -86,7 +86,7 @@ def open_cache(file: Path) -> Iterator[Callable[..., ExpertCache]]:
         one._reader.check()
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     slots=st.integers(1, 26),
     policy=st.sampled_from(sorted(POLICIES)),
