@@ -188,11 +188,13 @@ class OpenAnswer:
         reader: Reader,
         constraint: Constraint | None = None,
         written: Sequence[int] = (),
+        shared: int = 0,
     ) -> None:
         """Take what was asked, and what of the answer is there; `begin` begins."""
         self.out, self.pieces = out, deque[Piece]()
         self._ids, self._params, self._constraint = ids, params, constraint
         self._reader, self._number, self._written = reader, 0, list(written)
+        self._shared = shared
         self._engine: Engine | None = None
 
     @property
@@ -205,7 +207,13 @@ class OpenAnswer:
         self._totals, self._engine = Totals(spans), engine
         self.out.seed, self.out.prompt_ids = self._params.seed or 0, self._ids
         self.out.stats.prompt_tokens, self.out.stats.disk_gbps = len(self._ids), disk_gbps
-        self._number = engine.add(self._ids, self._params, self._constraint, written=self._written)
+        self._number = engine.add(
+            self._ids,
+            self._params,
+            self._constraint,
+            written=self._written,
+            shared=self._shared,
+        )
         self.out.token_ids += self._written
         for token in self._written:
             self.pieces += self._reader.push(token)

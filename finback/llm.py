@@ -23,7 +23,7 @@ from finback.hub.local import STORYTELLER, find_model
 from finback.spans import Spans
 from finback.storage.extents import Extent
 from finback.storage.trace import Recorder
-from finback.text.chat import ChatOptions, continue_ids
+from finback.text.chat import ChatOptions, continue_ids, shared_opening
 from finback.text.grammar import Grammars
 from finback.text.parse import Piece, collect
 from finback.text.stream import TextStream
@@ -403,7 +403,10 @@ class LLM:
         ids = continue_ids(self.chat_format, self.tokenizer, messages, options, after)
         self.engine.check_prompt(ids, params)
         reader = ChatReader(self.chat_format.parser(options), params.stop)
-        return OpenAnswer(ids, params, out, reader, guide, written)
+        shared = 0
+        if self.engine.snapshots is not None and messages[0].get("role") == "system":
+            shared = shared_opening(self.chat_format, messages, options, ids)
+        return OpenAnswer(ids, params, out, reader, guide, written, shared)
 
     def _texts(self, answer: OpenAnswer) -> Iterator[str]:
         with closing(self._pieces(answer)) as pieces:

@@ -69,6 +69,7 @@ class Engine:
         constraint: Constraint | None = None,
         is_background: bool = False,
         written: Seq[int] = (),
+        shared: int = 0,
     ) -> int:
         """Take in a prompt and give the number its deltas will carry.
 
@@ -78,6 +79,8 @@ class Engine:
             constraint: What the answer must look like; belongs to this sequence from now on.
             is_background: Let others go first.
             written: The answer's tokens so far, where it is gone on with; not given in deltas.
+            shared: Tokens at the beginning that other prompts have too, as a system message: where
+                states are kept, one is kept of them.
 
         Raises:
             RequestError: The prompt is empty or holds an id outside the vocabulary.
@@ -105,6 +108,8 @@ class Engine:
             is_background=is_background,
         )
         self._restore(sequence)
+        if self.snapshots is not None and sequence.state.position < shared < len(ids):
+            sequence.cut_at = shared
         self._scheduler.add(sequence)
         return sequence.number
 
@@ -359,7 +364,9 @@ class Engine:
         if sequence.finish_reason == "error":
             return
         position = sequence.state.position
-        is_boundary = position == sequence.num_prompt or sequence.finish_reason is not None
+        is_boundary = (
+            position in (sequence.num_prompt, sequence.cut_at) or sequence.finish_reason is not None
+        )
         is_due = position - sequence.kept_at >= self.keep_every
         is_late = time.monotonic() - sequence.kept_when >= self.keep_every_s
         if position > sequence.kept_at and (is_boundary or is_due or is_late):

@@ -125,6 +125,8 @@ class Scheduler:
             # Drafts take rows that nobody needs.
             drafts = sequence.drafts = sequence.drafts[: max(0, spare)]
             count = min(sequence.behind + len(drafts), room)
+            if (before_cut := sequence.cut_at - sequence.state.position) > 0:
+                count = min(count, before_cut)
             if count <= 0 or (not sequence.state.is_kept and count < sequence.behind):
                 continue
             if is_prompt:

@@ -53,6 +53,7 @@ class Sequence:
     guessed: list[int] = field(default_factory=list)  # after `guessed_at` tokens, to be judged
     guessed_at: int = 0
     chance: float = FIRST_CHANCE  # that a draft stands
+    cut_at: int = 0  # a step ends there, so that a state of that boundary can be kept
     kept_at: int = 0  # the position of the last state that was kept
     kept_when: float = field(default_factory=time.monotonic)
     stood: int = 0  # drafts of the last step

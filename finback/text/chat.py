@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from finback.checkpoint.files import exists, read_file
+from finback.errors import RequestError
 from finback.text.parse import PARSERS, Parser
 from finback.text.template import MAX_TEMPLATE_BYTES, Template
 from finback.text.tokenizer import Tokenizer, read_tokenizer_config, token_text
@@ -147,6 +148,17 @@ def continue_ids(
         at -= 1
         wanted = wanted[: len(wanted) - len(tokenizer.token_bytes(before[at]))]
     return list(ids) + whole[at:] if wanted == text else whole
+
+
+def shared_opening(
+    chat: ChatFormat, messages: Sequence[Message], options: ChatOptions, ids: Sequence[int]
+) -> int:
+    """Count the tokens at the beginning of `ids` that the first message alone gives."""
+    try:
+        opening = chat.encode(messages[:1], options, opens_answer=False)
+    except RequestError:  # a template that wants a question too
+        return 0
+    return len(opening) if list(ids[: len(opening)]) == opening else 0
 
 
 def _text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:

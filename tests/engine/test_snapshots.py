@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finback import LLM
+from finback import LLM, ChatOptions
 from finback.engine import snapshots
 from finback.engine.snapshots import (
     MAGIC,
@@ -250,6 +250,24 @@ def test_texts_go_on_from_kept_states_as_they_would_have(
     with LLM(tiny, states=folder) as llm:
         rated = llm.generate(longer, max_tokens=1, prompt_logprobs=0)
         assert len(rated.prompt_logprobs) == len(longer) - 1  # which needs every row
+
+
+def test_a_system_message_is_computed_once(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "You tell stories of the sea, of ships and of whales."}
+    folder = str(tmp_path / "states")
+
+    def ask(llm: LLM, text: str) -> Any:
+        messages = [system, {"role": "user", "content": text}]
+        return llm.chat(messages, max_tokens=6, seed=1)
+
+    with LLM() as llm:
+        expected = [ask(llm, text).token_ids for text in ("Hello", "Tell me more")]
+    with LLM(states=folder) as llm:
+        first, second = (ask(llm, text) for text in ("Hello", "Tell me more"))
+        assert [first.token_ids, second.token_ids] == expected
+        assert llm.chat_format is not None
+        opening = llm.chat_format.encode([system], ChatOptions(), opens_answer=False)
+        assert second.stats.restored_tokens == len(opening) > 16
 
 
 SCRIPT = """
