@@ -96,7 +96,7 @@ def assemble(folder: Path, config: EngineConfig, spans: Spans) -> Assembly:
             model = small.engine.model
             engine.make_drafter = lambda s: ModelDrafter(model, s.sampling, s.seed)
         if config.states is not None:
-            engine.snapshots = _open_states(checkpoint, config, ops, loaded)
+            engine.snapshots = _open_states(needs.checkpoint, config, ops, loaded)
             engine.keep_every = config.keep_every or engine.keep_every
             engine.keep_every_s = config.keep_every_s or engine.keep_every_s
         return Assembly(

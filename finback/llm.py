@@ -443,6 +443,8 @@ class LLM:
                     answer = self._open.pop(number)
                     answer.close()
                     yield running.pop(number), _collected(answer)
+                if self._is_asked_to_stop:
+                    return
                 if not ended:
                     self._step(next(iter(running)))
         finally:
@@ -485,6 +487,7 @@ class LLM:
     def _begin(self, answer: OpenAnswer) -> int:
         self._refuse_closed()
         self._drop_orphans()
+        self._is_asked_to_stop &= bool(self._open)  # it was meant for those that are over
         disk_gbps = None if self.disk is None else self.disk.gbps
         number = answer.begin(self.engine, self.spans, disk_gbps)
         self._open[number] = answer

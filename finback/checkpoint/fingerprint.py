@@ -21,13 +21,14 @@ def fingerprint(checkpoint: Checkpoint) -> str:
         DamagedFile: A file cannot be read.
     """
     digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
-    for name in sorted(checkpoint.files):
-        path = checkpoint.folder / name
+    paths = {checkpoint.folder / name for name in checkpoint.files}
+    paths |= {ref.path for ref in checkpoint.tensors.values()}  # a converted spine's too
+    for path in sorted(paths, key=lambda path: (path.name, path)):
         try:
             with os.fdopen(open_file(path), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 header = file.read(min(size, int.from_bytes(file.read(8), "little")))
-                digest.update(f"{name} {size}".encode() + hashlib.sha256(header).digest())
+                digest.update(f"{path.name} {size}".encode() + hashlib.sha256(header).digest())
                 for n in range(SAMPLES):
                     file.seek(max(0, (size - SAMPLE_BYTES) * n // (SAMPLES - 1)))
                     digest.update(file.read(SAMPLE_BYTES))

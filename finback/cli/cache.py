@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +14,7 @@ from finback.units import human_bytes, parse_bytes
 app = typer.Typer(
     no_args_is_help=True, help="States that are kept, so that nothing is computed twice."
 )
-DAY = 86_400
+HOUR, DAY = 3600, 86_400
 
 
 @app.command("list")
@@ -98,12 +99,15 @@ def prune(
     most = 0 if memory.strip() == "0" else parse_bytes(memory)
     gone = {one.path: one.num_bytes for one in evicted(found, most)}
     if days is not None:
-        old = time.time() - days * DAY
-        gone |= {one.path: one.num_bytes for one in found if one.used_at < old}
-    for path in [*folder.glob(f"*{ASIDE}"), *folder.glob("*.part")]:
-        gone[path] = path.stat().st_size
+        limit = time.time() - days * DAY
+        gone |= {one.path: one.num_bytes for one in found if one.used_at < limit}
+    hex40 = "[0-9a-f]" * 40
+    old = [p for p in folder.glob(f"{hex40}.state.*.part") if _age(p) > HOUR]
+    for path in [*folder.glob(f"{hex40}{ASIDE}"), *old]:
+        with contextlib.suppress(FileNotFoundError):
+            gone[path] = path.stat().st_size
     for left in folder.glob(f"{UNNAMED}*"):  # of conversations that were killed
-        if time.time() - left.stat().st_mtime > DAY:
+        if _age(left) > 7 * DAY:
             gone |= {path: path.stat().st_size for path in left.iterdir()}
     for path in gone:
         path.unlink(missing_ok=True)
@@ -111,3 +115,11 @@ def prune(
         with contextlib.suppress(OSError):  # in use
             left.rmdir()
     output.talk(f"deleted {len(gone)} files, {human_bytes(sum(gone.values()))}")
+
+
+def _age(path: Path) -> float:
+    """Give the seconds since a file or folder was changed; 0 if it is gone."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

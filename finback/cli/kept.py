@@ -77,6 +77,14 @@ def keep_running(llm: "LLM", record: RunRecord, every: Every, as_json: bool, qui
     prompt = messages_of(record.text, record.system) if record.as_chat else record.text
     written = list(record.token_ids)
     answer = Answer(llm, prompt, record.think, record.sampling, written=written)
+    snapshots = llm.engine.snapshots
+    made_by = "" if snapshots is None else snapshots.fingerprint
+    if record.fingerprint and record.fingerprint != made_by:
+        raise UsageError(
+            f"run {record.id} was with another model, or on another instruction set; "
+            "its text would not be the same"
+        )
+    record.fingerprint = made_by
     record.save()
     last = [len(written), time.monotonic()]
 

@@ -261,7 +261,9 @@ def run(
         recorder = llm.record_routes() if trace is not None else None
         if every is not None:
             options = {"spine": spine, "activations": activations, "context": context}
-            record = RunRecord(model, prompts[0], system, as_chat, think, sampling, options)
+            record = RunRecord(
+                _whole_name(model), prompts[0], system, as_chat, think, sampling, options
+            )
             is_whole = keep_running(llm, record, every, as_json, quiet)
         elif prompt_file is None:
             is_whole = _answer_one(
@@ -304,6 +306,12 @@ def _answer_one(
         if profile:
             output.talk(profile_text(llm, answer.out))
     return is_whole
+
+
+def _whole_name(model: str | None) -> str | None:
+    """Name a model so that it is found from anywhere."""
+    is_folder = model is not None and Path(model).expanduser().exists()
+    return str(Path(str(model)).expanduser().absolute()) if is_folder else model
 
 
 def _text_of(path: Path | None) -> str | None:
@@ -354,8 +362,7 @@ class Answer:
                 if show:
                     self._show(kind, text, quiet)
         except KeyboardInterrupt:
-            self.out.finish_reason = "abort"
-            return False
+            self.out.finish_reason = self.out.finish_reason or "abort"
         return self.out.finish_reason != "abort"
 
     def _show(self, kind: str, text: str, quiet: bool) -> None:

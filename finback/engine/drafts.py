@@ -20,6 +20,7 @@ GRAM = 3  # tokens that must have occurred before, for what followed them to be 
 MOST = 16  # drafts of a sequence in a step
 FIRST_CHANCE = 0.5  # believed of a draft before anything is known
 FIRST_WEIGHT, MOST_WEIGHT = 0.8, 4.0  # believed of the cost of drafts, and the most
+LEAST_MORE = 0.01  # of a step, for a row that reads nothing new
 CLEARLY = 1.05  # times the rate without drafts is better
 MEMORY = 0.8  # how much of the past stays at each measurement
 ALLOWED_LOSS = 0.01  # of the time spent so far, on drafts that did not pay
@@ -79,6 +80,7 @@ class ModelDrafter:
         """
         self._model, self._sampling, self._seed = model, sampling, seed
         self._state = SequenceState()
+        self._last = np.empty(0, np.float32)  # logits after what was computed
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """See `Drafter.propose`."""
@@ -86,9 +88,10 @@ class ModelDrafter:
         if min(most, room) < 1:
             return []
         for start in range(self._state.position, len(tokens), BLOCK_ROWS):
-            last = self._extend(self._state, tokens[start : min(start + BLOCK_ROWS, len(tokens))])
+            part = tokens[start : min(start + BLOCK_ROWS, len(tokens))]
+            self._last = self._extend(self._state, part)
         drafts: list[int] = []
-        state = self._state.fork()
+        state, last = self._state.fork(), self._last
         while True:
             if not np.isfinite(last).all():
                 return drafts  # damaged weights make no good drafts
@@ -158,9 +161,10 @@ class DraftController:
         self._weight = _mix(self._weight, min(weight, MOST_WEIGHT))
 
     def _more(self, certain: int, drafts: int) -> float:
-        """Give U(n+d) / U(n) − 1."""
+        """Give U(n+d) / U(n) − 1, and a little for each row where all experts are read anyway."""
         kept = 1 - self._share
-        return (1 - kept ** (certain + drafts)) / (1 - kept**certain) - 1
+        more = (1 - kept ** (certain + drafts)) / (1 - kept**certain) - 1
+        return max(more, LEAST_MORE * drafts)
 
 
 def chance_after(chance: float, drafts: int, stood: int) -> float:

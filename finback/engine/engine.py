@@ -163,6 +163,10 @@ class Engine:
         """Refuse an answer that cannot be gone on with."""
         if written:
             self._check_ids(written)
+        ends = frozenset(sampling.stop_token_ids)
+        ends |= frozenset() if sampling.ignore_eos else self.stop_ids
+        if written and written[-1] in ends:
+            raise RequestError("the answer is complete already: it ends with a stop token")
         if len(written) >= (sampling.max_tokens or self.context) or (
             len(ids) + len(written) >= self.context
         ):

@@ -93,9 +93,12 @@ class Scheduler:
 
     @property
     def has_place(self) -> bool:
-        """Tell whether one more state may be held now."""
-        held = sum(self._holds_state(sequence) for sequence in self._live.values())
-        return held < self._limits.max_sequences
+        """Tell whether one more state may be held in memory now."""
+        held = sum(
+            self._holds_state(sequence) and not sequence.state.is_spilled
+            for sequence in self._live.values()
+        )
+        return held < (self._limits.max_resident or self._limits.max_sequences)
 
     @property
     def answering(self) -> list[Sequence]:

@@ -24,21 +24,28 @@ import numpy as np
 
 from finback.checkpoint.files import open_file, require_room
 from finback.checkpoint.formats import Array, Bytes
-from finback.errors import DamagedFile, FinbackError
+from finback.errors import CapacityError, DamagedFile, FinbackError, ReadError
 from finback.models.base import Model
 from finback.models.state import LatentState, RecurrentState, SequenceState
 from finback.storage.arena import BLOCK, reserve
 from finback.storage.extents import Extent, place
 from finback.storage.reader import Reader, Ticket
+from finback.units import human_bytes
 
 MAGIC = b"finback state 1\n"
+MAGIC_START = b"finback state "
 SUFFIX, ASIDE = ".state", ".damaged"
 HEAD = len(MAGIC) + 16
 MAX_HEADER = 64 << 20  # a million token ids
-SUM_WORDS = 8192  # 64-bit words that are added up together
+SUM_WORDS = 512  # 64-bit words that are added up together: 4 KiB
 QUOTA = 32 << 30
+MAX_SLACK = 1 << 16  # of a file, besides its arrays, about
 LEAST_TOKENS = 16  # shorter prefixes are computed faster than they are found
 logger = logging.getLogger(__name__)
+
+
+class _NotOurs(DamagedFile):
+    """A file that is none of ours, of a later version, gone, or out of reach: to be left alone."""
 
 
 class HasState(Protocol):
@@ -79,7 +86,7 @@ class SnapshotStore:
             reader: Reads states; stays the caller's.
             quota: Bytes of all states in the folder.
         """
-        self.folder, self._fingerprint, self._reader = folder, fingerprint, reader
+        self.folder, self.fingerprint, self._reader = folder, fingerprint, reader
         self._quota = quota
         self._known = {one.key: one for one in list_snapshots(folder) if one.model == fingerprint}
         self._is_full = False  # the disk: said once
@@ -89,7 +96,7 @@ class SnapshotStore:
         positions = sorted({one.position for one in self._known.values()}, reverse=True)
         for position in positions:
             if position < len(tokens):
-                found = self._known.get(_key(self._fingerprint, tokens[:position]))
+                found = self._known.get(_key(self.fingerprint, tokens[:position]))
                 if found is not None:
                     return found
         return None
@@ -103,7 +110,11 @@ class SnapshotStore:
             model: Says what parts a state has.
         """
         try:
-            state = read_state(snapshot.path, self._fingerprint, tokens, model, self._reader)
+            state = read_state(snapshot.path, self.fingerprint, tokens, model, self._reader)
+        except (_NotOurs, ReadError) as error:
+            self._known.pop(snapshot.key, None)
+            logger.info("%s; computed anew", error)
+            return None
         except FinbackError as error:
             self._known.pop(snapshot.key, None)
             set_aside(snapshot.path, str(error))
@@ -120,25 +131,28 @@ class SnapshotStore:
 
         A full disk or a folder that cannot be written is said once; the run goes on without.
         """
-        key = _key(self._fingerprint, tokens)
+        key = _key(self.fingerprint, tokens)
         if len(tokens) < LEAST_TOKENS or key in self._known or self._is_full:
             return self._known.get(key)
         path = self.folder / f"{key}{SUFFIX}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._make_room(state.num_bytes)
-            size = write_state(path, self._fingerprint, tokens, state)
+            num_bytes = sum(-(-a.nbytes // BLOCK) * BLOCK for *_, a in _arrays_of(state))
+            if num_bytes + MAX_SLACK > self._quota:
+                raise CapacityError(f"one state has {human_bytes(num_bytes)}, over the quota")
+            self._make_room(num_bytes)
+            size = write_state(path, self.fingerprint, tokens, state)
         except (OSError, FinbackError) as error:
             self._is_full = True
             reason = getattr(error, "strerror", None) or error
             logger.warning("%s: states cannot be kept any more (%s); going on", path, reason)
             return None
-        self._known[key] = Snapshot(path, key, self._fingerprint, len(tokens), size, time.time())
+        self._known[key] = Snapshot(path, key, self.fingerprint, len(tokens), size, time.time())
         return self._known[key]
 
     def _make_room(self, num_bytes: int) -> None:
         there = list_snapshots(self.folder)
-        for one in evicted(there, self._quota - num_bytes):
+        for one in evicted(there, self._quota - num_bytes - MAX_SLACK):
             one.path.unlink(missing_ok=True)
             self._known.pop(one.key, None)
         require_room(self.folder, num_bytes + (64 << 20), "delete some with `finback cache prune`")
@@ -169,10 +183,10 @@ def list_snapshots(folder: Path) -> list[Snapshot]:
             found.append(
                 Snapshot(path, _key(model, tokens), model, len(tokens), size.st_size, size.st_mtime)
             )
+        except (_NotOurs, OSError):
+            continue
         except FinbackError as error:
             set_aside(path, str(error))
-        except OSError:
-            continue  # another process has taken it away
     return found
 
 
@@ -306,6 +320,7 @@ def _read_parts(
         for ticket in tickets.values():
             reader.cancel(ticket)
         reader.settle(list(tickets.values()))
+        reader.forget(path)  # another file may take its name
     return state
 
 
@@ -322,10 +337,16 @@ def _arrays_of(state: SequenceState) -> list[tuple[int, str, Array]]:
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Read and check a header; gives it and where the arrays begin."""
-    with os.fdopen(open_file(path), "rb") as file:
+    try:
+        file = os.fdopen(open_file(path), "rb")
+    except DamagedFile as error:
+        raise _NotOurs(str(error)) from error
+    with file:
         head = file.read(HEAD)
         if head[: len(MAGIC)] != MAGIC:
-            raise DamagedFile(f"{path}: is no state of this version of finback")
+            told = f"{path}: is no state of this version of finback"
+            is_older = head.startswith(MAGIC_START) and head < MAGIC
+            raise DamagedFile(told) if is_older else _NotOurs(told)
         size = int.from_bytes(head[len(MAGIC) : len(MAGIC) + 8], "little")
         if len(head) < HEAD or size > MAX_HEADER:
             raise DamagedFile(f"{path}: its header is cut, or larger than any")
@@ -375,7 +396,7 @@ def _bytes_of(values: Array) -> Bytes:
 
 
 def _sum(raw: Bytes) -> int:
-    """Sum bytes up: a checksum over the sums of 64 KiB each, at the speed of memory."""
+    """Sum bytes up: a checksum over the sums of 4 KiB each, at the speed of memory."""
     words = raw[: len(raw) // 8 * 8].view(np.uint64)
     whole = len(words) // SUM_WORDS * SUM_WORDS
     sums = words[:whole].reshape(-1, SUM_WORDS).sum(1, dtype=np.uint64)

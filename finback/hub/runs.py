@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from finback.checkpoint.files import exists, read_json
-from finback.errors import CheckpointError, UsageError
+from finback.config import SamplingParams
+from finback.errors import CheckpointError, RequestError, UsageError
 from finback.hub.sessions import NAME, sessions_folder
 
 FORMAT = 1
+OPTIONS = {"spine", "activations", "context"}  # of the engine, that a run is kept with
 
 
 @dataclass(slots=True)
@@ -26,6 +28,7 @@ class RunRecord:
     sampling: dict[str, Any]  # with the seed
     options: dict[str, Any]  # of the engine, as far as they change a result
     token_ids: list[int] = field(default_factory=list)
+    fingerprint: str = ""  # of the model and everything that changes its results
     id: str = field(default_factory=lambda: secrets.token_hex(4))
 
     @property
@@ -43,7 +46,7 @@ class RunRecord:
         part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
         try:
             with part.open("w", encoding="utf-8") as file:
-                json.dump({"format": FORMAT, **asdict(self)}, file, ensure_ascii=False)
+                json.dump({"format": FORMAT, **asdict(self)}, file)
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(self.path)
@@ -77,6 +80,7 @@ def open_run(name: str) -> RunRecord:
         "sampling": dict,
         "options": dict,
         "token_ids": list,
+        "fingerprint": str,
     }
     if value.get("format") != FORMAT or not all(
         isinstance(value.get(key), kind) for key, kind in kinds.items()
@@ -89,6 +93,13 @@ def open_run(name: str) -> RunRecord:
             fields["sampling"]["logit_bias"] = {int(token): bias[token] for token in bias}
         except ValueError as error:
             raise CheckpointError(f"{path}: logit_bias is damaged") from error
+    if not set(fields["options"]) <= OPTIONS:
+        raise CheckpointError(f"{path}: has options that do not belong to a run that is kept")
+    try:
+        SamplingParams(**fields["sampling"])
+        fields["text"].encode()
+    except (TypeError, RequestError, UnicodeEncodeError) as error:
+        raise CheckpointError(f"{path}: what was asked for cannot be ({error})") from error
     return RunRecord(**fields, id=name)
 
 

@@ -71,7 +71,7 @@ class Session:
         }
         try:
             with part.open("w", encoding="utf-8") as file:
-                json.dump(value, file, ensure_ascii=False, indent=1)
+                json.dump(value, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(self.path)

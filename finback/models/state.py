@@ -215,7 +215,7 @@ class StateSpill:
         for state in mine:
             if (spilled := self._parts.get((state, layer))) is not None:
                 state.layers[layer] = spilled.take(self._file)
-        for state in mine:
+        for state in mine if self._num_layers > 1 else ():
             following = self._parts.get((state, (layer + 1) % self._num_layers))
             if following is not None:
                 following.begin(self._file)
@@ -229,7 +229,9 @@ class StateSpill:
     def forget(self, state: SequenceState) -> None:
         """Free what a state has in the file."""
         for key in [key for key in self._parts if key[0] is state]:
-            self._file.give_up(self._parts.pop(key).place)
+            spilled = self._parts.pop(key)
+            self._writing = [one for one in self._writing if one is not spilled]
+            self._file.give_up(spilled.place)
 
     def close(self) -> None:
         """Delete the file."""

@@ -87,6 +87,13 @@ class Files:
                 if self._is_closed:
                     self._close_unused(0)
 
+    def forget(self, path: Path) -> None:
+        """Close a file that may be replaced or deleted, unless it is being read."""
+        with self._lock:
+            for key in [key for key in self._open if key[0] == path]:
+                if self._open[key].users == 0:
+                    self._open.pop(key).close()
+
     def close(self) -> None:
         """Close every file; those in use are closed when their reads end."""
         with self._lock:

@@ -185,6 +185,10 @@ class Reader:
         self.wait([self.submit([extent], memory, role=role)])
         return memory[start : start + extent.num_bytes]
 
+    def forget(self, path: Path) -> None:
+        """Close a file that may be replaced or deleted."""
+        self._files.forget(path)
+
     @property
     def is_idle(self) -> bool:
         """Tell whether no read is waiting or under way."""

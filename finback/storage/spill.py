@@ -52,7 +52,10 @@ class SpillFile:
         self.path = Path(name)
         self._reader, self._spans = reader, spans
         self._buffered = descriptor
-        self._direct = _open_direct(self.path)
+        self._direct, self._name = _open_direct(self.path), name
+        if Path("/proc/self/fd").exists():  # gone whatever happens to this process
+            self.path.unlink()
+            self.path = Path(f"/proc/self/fd/{descriptor}")
         self._pool = ThreadPoolExecutor(WRITERS, thread_name_prefix="spill")
         self._end, self._free = 0, dict[int, list[int]]()
         # Memory that goes round: taken anew each time it would leave holes that stay.
@@ -73,6 +76,7 @@ class SpillFile:
         self._finish_read(place)
         if place.writing is not None:
             place.writing.exception()
+            place.writing = None
         self._free.setdefault(place.room, []).append(place.offset)
 
     def write(self, place: Place, memory: Bytes, start: int, total: int) -> None:
@@ -104,7 +108,7 @@ class SpillFile:
                 writing.result()
         except OSError as error:
             raise CapacityError(
-                f"{self.path}: states cannot be written ({error.strerror}); free some room there, "
+                f"{self._name}: states cannot be written ({error.strerror}); free some room there, "
                 "or run fewer sequences together"
             ) from error
 
@@ -147,10 +151,11 @@ class SpillFile:
     def close(self) -> None:
         """Delete the file, after what is being written."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._reader.forget(self.path)
         os.close(self._buffered)
         if self._direct is not None:
             os.close(self._direct)
-        self.path.unlink(missing_ok=True)
+        Path(self._name).unlink(missing_ok=True)
 
     def _finish_read(self, place: Place) -> None:
         if place.reading is not None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,6 +116,7 @@ def test_chats_and_formats_go_on_too(home: dict[str, str]) -> None:
             "sampling": sampling,
             "options": {},
             "token_ids": expected["token_ids"][:count],
+            "fingerprint": "",
         }
         (folder / "abc.json").write_text(json.dumps(value))
         done = finback("run", "--resume", "abc", "--json", **home)
@@ -145,3 +147,40 @@ def test_what_cannot_be_gone_on_with_is_named(
     assert done.returncode == code, done.stderr
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"options": {"memory": "1GiB"}},
+        {"options": {"heat": "/tmp/x"}},
+        {"sampling": {"prompt": "x"}},
+        {"sampling": {"temperature": "hot"}},
+        {"text": "\ud800x"},
+        {"fingerprint": 5},
+    ],
+)
+def test_a_run_that_asks_for_odd_things_is_refused(home: dict[str, str], changes: Any) -> None:
+    folder = Path(home["FINBACK_SESSIONS"] + "-runs")
+    folder.mkdir()
+    value = {
+        "format": 1,
+        "model": None,
+        "text": "x",
+        "system": None,
+        "as_chat": False,
+        "think": False,
+        "sampling": {"seed": 1},
+        "options": {},
+        "token_ids": [],
+        "fingerprint": "",
+    }
+    (folder / "abc.json").write_text(json.dumps(value | changes))
+    done = finback("run", "--resume", "abc", **home)
+    assert done.returncode == 3, done.stderr
+    assert "Traceback" not in done.stderr
+    other = value | {"fingerprint": "of another model"}
+    (folder / "abc.json").write_text(json.dumps(other))
+    done = finback("run", "--resume", "abc", **home)
+    assert done.returncode == 2
+    assert "was with another model" in done.stderr

@@ -90,10 +90,12 @@ def test_states_are_listed_deleted_and_pruned(home: dict[str, str]) -> None:
     assert finback("cache", "rm", "zz", **home).returncode == 2
     assert finback("cache", "rm", "", **home).returncode == 2
     folder = Path(home["FINBACK_STATES"])
-    (folder / "x.damaged").write_bytes(b"x" * 1000)
+    damaged = folder / f"{'a' * 40}.damaged"
+    damaged.write_bytes(b"x" * 1000)
+    (folder / "mine.damaged").write_bytes(b"not finback's")
     assert finback("cache", "prune", "--to", "2000kB", **home).returncode == 0
-    assert not (folder / "x.damaged").exists()
-    assert len(list(folder.iterdir())) == 3
+    assert not damaged.exists()
+    assert len(list(folder.iterdir())) == 4
     assert "deleted 3 files" in finback("cache", "prune", "--to", "0", **home).stderr
     assert finback("cache", "prune", "--to", "much", **home).returncode == 2
     out, _ = chat(home, "So?\n", "--session", "one")  # without states it computes all again

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from finback import LLM, Completion
 from finback.config import SamplingParams
-from finback.engine.drafts import MOST, DraftController, PromptLookup, chance_after
+from finback.engine.drafts import MOST, DraftController, ModelDrafter, PromptLookup, chance_after
 from finback.engine.engine import Engine
 from finback.engine.scheduler import StepLimits
 from finback.errors import UsageError
@@ -342,3 +342,20 @@ def test_models_of_one_vocabulary_draft_for_each_other() -> None:
         llm.engine.drafts = Always(3)
         drafted = llm.generate(["The whale", "A ship"], **options)
     assert [a.token_ids for a in alone] == [b.token_ids for b in drafted]
+
+
+def test_a_small_model_may_be_asked_twice(tiny: Path) -> None:
+    drafter = ModelDrafter(load_all(tiny).model, SamplingParams(temperature=0), 1)
+    assert drafter.propose([1, 2, 3], 4) == drafter.propose([1, 2, 3], 4)
+    assert len(drafter.propose([1, 2, 3], 2)) == 2
+
+
+@pytest.mark.parametrize("share", [0.0, 1 / 56, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("certain", [1, 6, 64, 500])
+def test_prices_are_numbers_for_every_model(share: float, certain: int) -> None:
+    controller = DraftController(share)
+    for _ in range(5):
+        controller.note(certain, 0, 0, 1.0)
+        width = controller.width(certain, 0.99)
+        controller.note(certain, width, width // 2, 1.2)
+        assert 0 <= width <= MOST

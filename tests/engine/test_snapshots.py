@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from finback import LLM, ChatOptions
+from finback.config import SamplingParams
 from finback.engine import snapshots
 from finback.engine.snapshots import (
     MAGIC,
@@ -185,17 +186,24 @@ def test_the_longest_prefix_is_found_and_damage_is_set_aside(
     assert again.load(shorter, IDS[:24], loaded.model) is not None
     (tmp_path / "junk.state").write_bytes(b"junk")
     assert len(list_snapshots(tmp_path)) == 2
-    assert (tmp_path / "junk.damaged").exists()
+    assert (tmp_path / "junk.state").exists()  # somebody else's
+    (tmp_path / "old.state").write_bytes(b"finback state 0\n" + b"x" * 100)
+    assert len(list_snapshots(tmp_path)) == 2
+    assert (tmp_path / "old.damaged").exists()
+    again.find(IDS[:30]).path.unlink()  # type: ignore[union-attr]
+    gone = again.find(IDS[:30])
+    assert gone is not None
+    assert again.load(gone, IDS[:24], loaded.model) is None  # another process has deleted it
 
 
 def test_the_quota_is_kept_and_what_is_worth_least_goes(loaded: Loaded, tmp_path: Path) -> None:
     one = write_state(tmp_path / "probe", "m", IDS[:50], computed(loaded, 50))
     (tmp_path / "probe").unlink()
-    store = SnapshotStore(tmp_path, "m", loaded.reader, quota=int(3.1 * one))
+    store = SnapshotStore(tmp_path, "m", loaded.reader, quota=int(3.1 * one) + snapshots.MAX_SLACK)
     for count in (40, 20, 30, 50):
         store.save(IDS[:count], computed(loaded, count))
     there = list_snapshots(tmp_path)
-    assert sum(item.num_bytes for item in there) <= 3.1 * one
+    assert sum(item.num_bytes for item in there) <= 3.1 * one + snapshots.MAX_SLACK
     assert sorted(item.position for item in there) == [30, 40, 50]  # the cheapest to rebuild went
     assert evicted(there, 0) == sorted(there, key=lambda item: item.worth)
 
@@ -268,6 +276,56 @@ def test_a_system_message_is_computed_once(tmp_path: Path) -> None:
         assert llm.chat_format is not None
         opening = llm.chat_format.encode([system], ChatOptions(), opens_answer=False)
         assert second.stats.restored_tokens == len(opening) > 16
+
+
+def test_a_state_larger_than_the_quota_costs_no_other(loaded: Loaded, tmp_path: Path) -> None:
+    SnapshotStore(tmp_path, "m", loaded.reader).save(IDS[:20], computed(loaded, 20))
+    small = SnapshotStore(tmp_path, "m", loaded.reader, quota=1000)
+    assert small.save(IDS[:30], computed(loaded, 30)) is None
+    assert [one.position for one in list_snapshots(tmp_path)] == [20]
+
+
+def test_a_file_that_took_a_name_again_is_read_anew(loaded: Loaded, tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path, "m", loaded.reader)
+    one = store.save(IDS[:20], computed(loaded, 20))
+    for _ in range(2):
+        assert one is not None
+        assert store.load(one, IDS[:20], loaded.model) is not None
+        header, start = snapshots._read_header(one.path)
+        damage(one.path, start + header["arrays"][0]["at"] + 100, b"damage")
+        assert store.load(one, IDS[:20], loaded.model) is None
+        one = store.save(IDS[:20], computed(loaded, 20))
+
+
+def test_swapped_pages_are_noticed(loaded: Loaded, tmp_path: Path) -> None:
+    path = tmp_path / "one.state"
+    write_state(path, "m", IDS[:30], computed(loaded, 30))
+    header, start = snapshots._read_header(path)
+    raw = bytearray(path.read_bytes())
+    one = next(a for a in header["arrays"] if a["bytes"] >= 8192)
+    at = start + one["at"]
+    first, second = raw[at : at + 4096], raw[at + 4096 : at + 8192]
+    assert first != second
+    raw[at : at + 8192] = second + first
+    path.write_bytes(raw)
+    with pytest.raises(DamagedFile, match="is damaged"):
+        read_state(path, "m", IDS[:30], loaded.model, loaded.reader)
+
+
+def test_no_more_states_are_restored_than_fit(tiny: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"states": str(tmp_path), "max_sequences": 8}
+    with LLM(tiny, **options) as llm:
+        ids = llm.tokenize(PROMPT)
+        llm.generate(ids, max_tokens=1, seed=1)
+    with LLM(tiny, resident_sequences=2, **options) as llm:
+        for number in range(6):
+            llm.engine.add([*ids, number], SamplingParams(max_tokens=4))
+        live = llm.engine._scheduler._live.values()
+        assert sum(bool(sequence.state.layers) for sequence in live) == 2
+        while not llm.engine.is_idle:
+            llm.engine.step()
+            held = [s for s in live if s.state.position and not s.state.is_spilled]
+            assert len(held) <= 2
 
 
 SCRIPT = """
