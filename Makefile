@@ -15,7 +15,7 @@ demo: .venv/installed
 	@$(BIN)/finback run --raw --seed 5 --max-tokens 200 "One morning the children went down to the river, and"
 
 test: .venv/tested
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n 2
 
 slow: .venv/tested
 	@$(BIN)/python -m pytest -q -m slow
