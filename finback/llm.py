@@ -133,7 +133,7 @@ class LLM:
     def wait_for_reads(self) -> None:
         """Let what is being read ahead come in, so that nothing disturbs a measurement."""
         while not self._loaded.reader.is_idle:
-            time.sleep(0.001)
+            time.sleep(0.001)  # only before a measurement: nothing tells when a guess is read
 
     def record_routes(self) -> Recorder:
         """Note from now on which experts are used; the recorder gives the trace."""

@@ -79,6 +79,25 @@ def exists(path: Path) -> bool:
     return True
 
 
+def write_json(path: Path, value: object) -> None:
+    """Write a small JSON file, whole or not at all; its folder is made if it is not there.
+
+    Raises:
+        OSError: The folder cannot be written, or the disk is full.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            json.dump(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
 def require_room(folder: Path, needed: int, advice: str) -> None:
     """Refuse to write what the disk has no room for; `advice` ends the sentence.
 

@@ -1,13 +1,11 @@
 """Runs that can be gone on with: what was asked and what of the answer is there."""
 
-import json
-import os
 import secrets
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finback.checkpoint.files import exists, read_json
+from finback.checkpoint.files import exists, read_json, write_json
 from finback.config import SamplingParams
 from finback.errors import CheckpointError, RequestError, UsageError
 from finback.hub.sessions import NAME, sessions_folder
@@ -42,17 +40,7 @@ class RunRecord:
         Raises:
             OSError: The folder cannot be written, or the disk is full.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
-        try:
-            with part.open("w", encoding="utf-8") as file:
-                json.dump({"format": FORMAT, **asdict(self)}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(self.path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+        write_json(self.path, {"format": FORMAT, **asdict(self)})
 
     def delete(self) -> None:
         """Forget the run, which has ended."""

@@ -1,6 +1,5 @@
 """Conversations and states kept on this machine: where they lie, and the file of a conversation."""
 
-import json
 import os
 import re
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from typing import Any
 
 from platformdirs import user_cache_path, user_data_path
 
-from finback.checkpoint.files import exists, read_json
+from finback.checkpoint.files import exists, read_json, write_json
 from finback.errors import CheckpointError, UsageError
 
 STATES_VARIABLE, SESSIONS_VARIABLE = "FINBACK_STATES", "FINBACK_SESSIONS"
@@ -61,23 +60,13 @@ class Session:
         Raises:
             OSError: The folder cannot be written, or the disk is full.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
         value = {
             "format": FORMAT,
             "model": self.model,
             "messages": self.messages,
             "ids": self.ids,
         }
-        try:
-            with part.open("w", encoding="utf-8") as file:
-                json.dump(value, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(self.path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+        write_json(self.path, value)
 
 
 def open_session(name: str) -> Session:

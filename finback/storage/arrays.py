@@ -16,6 +16,7 @@ MAX_FILE_BYTES = 1 << 31
 MAX_ARRAY_BYTES = 1 << 31
 UNREADABLE: tuple[type[Exception], ...] = (
     *(OSError, EOFError, ValueError, KeyError, TypeError, MemoryError),
+    # What zipfile raises for broken archives, unknown compression and encrypted members.
     *(zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError),
 )
 

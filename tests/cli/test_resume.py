@@ -58,7 +58,7 @@ def test_a_whole_run_leaves_no_record(home: dict[str, str], whole: str) -> None:
 
 def test_ctrl_c_stops_and_keeps_and_resume_goes_on(home: dict[str, str], whole: str) -> None:
     process, name = begin(home)
-    time.sleep(0.4)
+    time.sleep(0.4)  # some of 500 tokens; any moment will do
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -79,7 +79,7 @@ def test_ctrl_c_stops_and_keeps_and_resume_goes_on(home: dict[str, str], whole: 
 def test_kills_change_nothing(home: dict[str, str], whole: str, kills: int) -> None:
     process, name = begin(home)
     for number in range(kills):
-        time.sleep(0.15 + 0.1 * number)
+        time.sleep(0.15 + 0.1 * number)  # the moment of the kill; any will do
         process.kill()
         process.communicate()
         process = subprocess.Popen(
@@ -90,7 +90,7 @@ def test_kills_change_nothing(home: dict[str, str], whole: str, kills: int) -> N
             text=True,
             env=os.environ | {"NO_COLOR": "1"} | home,
         )
-        time.sleep(0.8)
+        time.sleep(0.8)  # so that it has begun; any moment will do
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert out == whole

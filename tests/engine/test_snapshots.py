@@ -351,7 +351,7 @@ def test_a_kill_at_any_moment_leaves_whole_states_or_none(tmp_path: Path) -> Non
         process = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert process.stdout is not None
         process.stdout.readline()
-        time.sleep(float(rng.uniform(0, 0.4)))
+        time.sleep(float(rng.uniform(0, 0.4)))  # the random moment of the kill
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
