@@ -113,7 +113,7 @@ def test_a_closed_model_says_so_and_a_failed_load_leaks_nothing(broken: Path) ->
 
 
 def test_leaving_a_stream_early_frees_its_sequence(llm: LLM) -> None:
-    stream = llm.stream("x", max_tokens=50)
+    stream = llm.stream("x", max_tokens=50, ignore_eos=True)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
     assert llm.engine.is_idle
