@@ -86,7 +86,7 @@ def assemble(folder: Path, config: EngineConfig, spans: Spans) -> Assembly:
         ends = _stop_ids(folder, loaded.model, tokenizer, checkpoint.config, generation)
         engine = Engine(loaded.model, limits, spans, ends)
         if plan.max_resident < plan.max_sequences:
-            engine.spill = _open_spill(config, plan, loaded, spans)
+            engine.spill = _open_spill(config, plan, loaded, engine)
             stack.callback(engine.spill.close)
         if config.max_spill_writes is not None:
             engine.max_spill_bytes = parse_bytes(config.max_spill_writes)
@@ -139,11 +139,13 @@ def _load_drafter(tokenizer: Tokenizer, config: EngineConfig, stack: ExitStack) 
     return small
 
 
-def _open_spill(config: EngineConfig, plan: MemoryPlan, loaded: Loaded, spans: Spans) -> StateSpill:
+def _open_spill(
+    config: EngineConfig, plan: MemoryPlan, loaded: Loaded, engine: Engine
+) -> StateSpill:
     """Make the file for states that do not fit into memory."""
     folder = states_folder() if config.states is None else Path(config.states).expanduser()
     try:
-        file = SpillFile(folder, loaded.reader, spans)
+        file = SpillFile(folder, loaded.reader, engine.spans, engine.memory)
     except OSError as error:
         raise UsageError(
             f"{folder}: states cannot be spilled there ({error.strerror}); choose another "

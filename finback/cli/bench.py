@@ -290,7 +290,8 @@ def state(
     output.data(
         f"Kimi K3   {human_bytes(r.k3_state_bytes)} of state: kept in {r.k3_save_s:.2f} s, "
         f"restored in {r.k3_restore_s:.2f} s, {r.k3_restore_gbps:.2f} GB/s of the disk's "
-        f"{r.ceiling_gbps:.2f} ({r.of_ceiling:.2f})\n"
+        f"{r.ceiling_gbps:.2f} ({r.of_ceiling:.2f}); into new memory "
+        f"{r.k3_first_restore_gbps:.2f}\n"
         f"prefix    {r.prefix_tokens} tokens computed in {r.prefill_s:.2f} s, restored in "
         f"{r.restore_s:.4f} s ({r.restore_speedup:.0f} times faster)\n"
         f"drafts    going back in a state of Kimi K3's size takes {r.go_back_s * 1e3:.2f} ms, "

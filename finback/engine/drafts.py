@@ -92,13 +92,15 @@ class ModelDrafter:
             self._last = self._extend(self._state, part)
         drafts: list[int] = []
         state, last = self._state.fork(), self._last
-        while True:
-            if not np.isfinite(last).all():
-                return drafts  # damaged weights make no good drafts
-            drafts.append(pick(last, self._sampling, self._seed, len(tokens) + len(drafts)))
-            if len(drafts) == min(most, room):
-                return drafts
-            last = self._extend(state, drafts[-1:])
+        try:
+            while np.isfinite(last).all():  # damaged weights make no good drafts
+                drafts.append(pick(last, self._sampling, self._seed, len(tokens) + len(drafts)))
+                if len(drafts) == min(most, room):
+                    break
+                last = self._extend(state, drafts[-1:])
+        finally:
+            state.release()
+        return drafts
 
     def _extend(self, state: SequenceState, tokens: Sequence[int]) -> Array:
         """Compute tokens and give the logits (V,) after the last."""

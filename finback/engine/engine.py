@@ -24,6 +24,7 @@ from finback.errors import ContextTooLong, FinbackError, RequestError
 from finback.models.base import HEAD_ROWS, Model, Run, TokenBatch
 from finback.models.state import SequenceState, StateSpill
 from finback.spans import Spans
+from finback.storage.arena import MemoryPool
 
 KEEP_EVERY = 4096  # tokens between two states that are kept
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Engine:
         self.spill: StateSpill | None = None  # has the states that are not in memory
         self.make_drafter: Callable[[Sequence], Drafter] = lambda sequence: PromptLookup()
         self.drafts: DraftController | None = None  # says how many pay; none are made without
+        self.memory = MemoryPool()  # of states
         self._numbers = itertools.count(1)
 
     @property
@@ -98,7 +100,7 @@ class Engine:
             tokens=[*ids, *written],
             sampling=sampling,
             seed=sampling.seed if sampling.seed is not None else secrets.randbits(64),
-            state=SequenceState(),
+            state=SequenceState(memory=self.memory),
             max_length=len(ids) + min(room, sampling.max_tokens or room),
             stop_ids=frozenset(sampling.stop_token_ids)
             | (frozenset() if sampling.ignore_eos else self.stop_ids),
@@ -138,7 +140,7 @@ class Engine:
             tokens=ids,
             sampling=SamplingParams(prompt_logprobs=top),
             seed=0,
-            state=SequenceState(is_kept=is_kept),
+            state=SequenceState(is_kept=is_kept, memory=self.memory),
             max_length=len(ids),
             stop_ids=frozenset(),
             num_prompt=len(ids),
@@ -219,8 +221,7 @@ class Engine:
         sequence = self._scheduler.remove(number)
         if sequence is None:
             return None
-        if self.spill is not None:
-            self.spill.forget(sequence.state)
+        self._free(sequence)
         sequence.finish_reason = "abort"
         return Delta(number, finish_reason="abort")
 
@@ -234,15 +235,18 @@ class Engine:
         ids = list(token_ids)
         self._check_ids(ids)
         self._check_length(ids)
-        state, rows = SequenceState(), self._limits.max_rows
+        state, rows = SequenceState(memory=self.memory), self._limits.max_rows
         parts = []
-        for start in range(0, len(ids), rows):
-            chunk = np.array(ids[start : start + rows], np.int64)
-            wanted = np.arange(len(chunk))
-            with np.errstate(all="ignore"):
-                hidden = self.model.forward(TokenBatch(chunk, (Run(state, 0, len(chunk)),), wanted))
-                parts += list(self.model.logits(hidden, HEAD_ROWS))
-            state.position += len(chunk)
+        try:
+            for start in range(0, len(ids), rows):
+                chunk = np.array(ids[start : start + rows], np.int64)
+                batch = TokenBatch(chunk, (Run(state, 0, len(chunk)),), np.arange(len(chunk)))
+                with np.errstate(all="ignore"):
+                    hidden = self.model.forward(batch)
+                    parts += list(self.model.logits(hidden, HEAD_ROWS))
+                state.position += len(chunk)
+        finally:
+            state.release()
         return np.concatenate(parts)
 
     @property
@@ -356,7 +360,7 @@ class Engine:
         if found is None or sequence.rated_from <= min(found.position, sequence.num_prompt - 1):
             return  # also where rows that a state would save are wanted
         tokens = sequence.tokens[: found.position]
-        state = self.snapshots.load(found, tokens, self.model)
+        state = self.snapshots.load(found, tokens, self.model, self.memory)
         if state is not None:
             sequence.state, sequence.kept_at = state, found.position
             self.spans.count("tokens_restored", found.position)
@@ -384,11 +388,15 @@ class Engine:
         sequence.kept_at, sequence.kept_when = position, time.monotonic()
 
     def _forget_ended(self, batch: Batch) -> None:
-        """Free what sequences that have ended hold in the spill file."""
-        for sequence in batch.sequences if self.spill is not None else ():
-            if sequence.state.is_spilled and sequence.number not in self._scheduler:
-                assert self.spill is not None
-                self.spill.forget(sequence.state)
+        for sequence in batch.sequences:
+            if sequence.number not in self._scheduler:
+                self._free(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        """Free what a sequence that has ended holds in memory and in the spill file."""
+        if self.spill is not None and sequence.state.is_spilled:
+            self.spill.forget(sequence.state)
+        sequence.state.release()
 
     def _propose(self, controller: DraftController) -> None:
         """Draft for every answer that goes on, as far as it pays."""

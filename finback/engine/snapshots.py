@@ -5,8 +5,8 @@ model, activations and spine made them. It is written under another name, synced
 there is a whole file or none. What cannot be trusted is set aside, never loaded and never tried
 again.
 
-    magic (16) · header bytes (8) · header sum (8) · header JSON · zeros to a block · arrays, each
-    from a block's border on
+    magic (16) · header bytes (8) · header sum (8) · header JSON · zeros to a block · arrays, those
+    of each layer one after the other from a block's border on
 """
 
 import hashlib
@@ -27,12 +27,12 @@ from finback.checkpoint.formats import Array, Bytes
 from finback.errors import CapacityError, DamagedFile, FinbackError, ReadError
 from finback.models.base import Model
 from finback.models.state import LatentState, RecurrentState, SequenceState
-from finback.storage.arena import BLOCK, reserve
-from finback.storage.extents import Extent, place
+from finback.storage.arena import BLOCK, MemoryPool, reserve
+from finback.storage.extents import Extent
 from finback.storage.reader import Reader, Ticket
 from finback.units import human_bytes
 
-MAGIC = b"finback state 1\n"
+MAGIC = b"finback state 2\n"
 MAGIC_START = b"finback state "
 SUFFIX, ASIDE = ".state", ".damaged"
 HEAD = len(MAGIC) + 16
@@ -40,6 +40,7 @@ MAX_HEADER = 64 << 20  # a million token ids
 SUM_WORDS = 512  # 64-bit words that are added up together: 4 KiB
 QUOTA = 32 << 30
 MAX_SLACK = 1 << 16  # of a file, besides its arrays, about
+ROOM = 64  # latent rows that follow before memory for more is taken
 LEAST_TOKENS = 16  # shorter prefixes are computed faster than they are found
 logger = logging.getLogger(__name__)
 
@@ -101,16 +102,19 @@ class SnapshotStore:
                     return found
         return None
 
-    def load(self, snapshot: Snapshot, tokens: Sequence[int], model: Model) -> SequenceState | None:
+    def load(
+        self, snapshot: Snapshot, tokens: Sequence[int], model: Model, memory: MemoryPool
+    ) -> SequenceState | None:
         """Read a state; None if it cannot be trusted, and then it is set aside.
 
         Args:
             snapshot: From `find`.
             tokens: What it must stand for.
             model: Says what parts a state has.
+            memory: Of the state's parts.
         """
         try:
-            state = read_state(snapshot.path, self.fingerprint, tokens, model, self._reader)
+            state = read_state(snapshot.path, self.fingerprint, tokens, model, self._reader, memory)
         except (_NotOurs, ReadError) as error:
             self._known.pop(snapshot.key, None)
             logger.info("%s; computed anew", error)
@@ -137,7 +141,7 @@ class SnapshotStore:
         path = self.folder / f"{key}{SUFFIX}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            num_bytes = sum(-(-a.nbytes // BLOCK) * BLOCK for *_, a in _arrays_of(state))
+            num_bytes = sum(_in_blocks(a.nbytes) for *_, a in _arrays_of(state))
             if num_bytes + MAX_SLACK > self._quota:
                 raise CapacityError(f"one state has {human_bytes(num_bytes)}, over the quota")
             self._make_room(num_bytes)
@@ -207,9 +211,10 @@ def write_state(path: Path, fingerprint: str, tokens: Sequence[int], state: Sequ
     """
     assert state.position == len(tokens)
     arrays = list(_arrays_of(state))
-    described, at = [], 0
+    described, at, last = [], 0, -1
     for layer, kind, values in arrays:
         raw = _bytes_of(values)
+        at, last = at if layer == last else _in_blocks(at), layer
         described.append(
             {
                 "layer": layer,
@@ -220,18 +225,22 @@ def write_state(path: Path, fingerprint: str, tokens: Sequence[int], state: Sequ
                 "sum": _sum(raw),
             }
         )
-        at += -(-raw.nbytes // BLOCK) * BLOCK
+        at += raw.nbytes
+    at = _in_blocks(at)
     header = {"model": fingerprint, "tokens": list(tokens), "arrays": described, "bytes": at}
     text = json.dumps(header, separators=(",", ":")).encode()
     head = MAGIC + len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(8, "little") + text
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
-            file.write(head + b"\0" * (-len(head) % BLOCK))
-            for _, _, values in arrays:
-                raw = _bytes_of(values)
-                file.write(raw.data)
-                file.write(b"\0" * (-raw.nbytes % BLOCK))
+            file.write(head)
+            last = -1
+            for layer, _, values in arrays:
+                if layer != last:
+                    file.write(b"\0" * (-file.tell() % BLOCK))
+                    last = layer
+                file.write(_bytes_of(values).data)
+            file.write(b"\0" * (-file.tell() % BLOCK))
             file.flush()
             os.fsync(file.fileno())
             if hasattr(os, "posix_fadvise"):
@@ -245,7 +254,12 @@ def write_state(path: Path, fingerprint: str, tokens: Sequence[int], state: Sequ
 
 
 def read_state(
-    path: Path, fingerprint: str, tokens: Sequence[int], model: HasState, reader: Reader
+    path: Path,
+    fingerprint: str,
+    tokens: Sequence[int],
+    model: HasState,
+    reader: Reader,
+    memory: MemoryPool,
 ) -> SequenceState:
     """Read a state and check it: the model, the tokens, every layer's part, every sum.
 
@@ -260,17 +274,19 @@ def read_state(
         raise DamagedFile(f"{path}: is a state of another text")
     wanted = model.state_shapes(len(tokens))
     parts = {(one["layer"], one["kind"]): one for one in header["arrays"]}
-    if len(parts) != len(header["arrays"]) or set(parts) != set(wanted):
+    order = sorted(wanted, key=lambda key: key[0])
+    if len(parts) != len(header["arrays"]) or list(parts) != order:
         raise DamagedFile(f"{path}: lacks parts of the state, or has others than the model")
-    end = 0
+    end, last = 0, -1
     for key, one in parts.items():
         size = 4 * int(np.prod(wanted[key]))
+        end, last = end if key[0] == last else _in_blocks(end), key[0]
         if tuple(one["shape"]) != wanted[key] or one["bytes"] != size or one["at"] != end:
             raise DamagedFile(f"{path}: {one['kind']} of layer {key[0]} has another size")
-        end += -(-size // BLOCK) * BLOCK
-    if end != header["bytes"]:
+        end += size
+    if _in_blocks(end) != header["bytes"]:
         raise DamagedFile(f"{path}: its header contradicts itself")
-    return _read_parts(path, start, parts, wanted, len(tokens), reader)
+    return _read_parts(path, start, parts, wanted, len(tokens), reader, memory)
 
 
 def _read_parts(
@@ -280,48 +296,45 @@ def _read_parts(
     shapes: Mapping[tuple[int, str], tuple[int, ...]],
     position: int,
     reader: Reader,
+    pool: MemoryPool,
 ) -> SequenceState:
     """Read all layers at once, each into the memory where it stays, and check them as they come."""
-    state, tickets = SequenceState(position=position), dict[int, Ticket]()
-    places: dict[int, list[tuple[str, Bytes]]] = {}
-    for layer in sorted({layer for layer, _ in parts}):
+    state, tickets = SequenceState(position=position, memory=pool), dict[int, Ticket]()
+    places: dict[int, tuple[int, Bytes]] = {}
+    for layer in dict.fromkeys(layer for layer, _ in parts):
+        mine = [one for key, one in parts.items() if key[0] == layer]
         if (layer, "rows") in parts:
-            kinds = ["rows"]
-            memory = reserve(-(-parts[layer, "rows"]["bytes"] // BLOCK) * BLOCK)
+            rows = shapes[layer, "rows"]
+            memory = reserve(_in_blocks(mine[0]["bytes"] + ROOM * 4 * rows[1]))
+            state.layers[layer] = LatentState.on(memory, rows[1], rows[0])
         else:
-            kinds, pair = ["matrix", "history"], (shapes[layer, "matrix"], shapes[layer, "history"])
-            memory = reserve(RecurrentState.bytes_of(*pair) + 2 * BLOCK)
-            state.layers[layer] = RecurrentState.on(memory[: -2 * BLOCK], *pair)
-        extents = [
-            Extent(path, start + parts[layer, kind]["at"], parts[layer, kind]["bytes"])
-            for kind in kinds
-        ]
-        starts, _ = place(extents)
-        tickets[layer] = reader.submit(extents, memory, role="state")
-        places[layer] = [
-            (kind, memory[at : at + extent.num_bytes])
-            for kind, at, extent in zip(kinds, starts, extents, strict=True)
-        ]
+            pair = shapes[layer, "matrix"], shapes[layer, "history"]
+            memory = pool.take(RecurrentState.bytes_of(*pair))
+            state.layers[layer] = RecurrentState.on(memory, *pair)
+        num_bytes = sum(one["bytes"] for one in mine)
+        extent = Extent(path, start + mine[0]["at"], num_bytes)
+        tickets[layer] = reader.submit([extent], memory, role="state")
+        places[layer] = (mine[0]["at"], memory)
     try:
-        for layer, found in places.items():
+        for (layer, kind), one in parts.items():
             reader.wait([tickets[layer]])
-            for kind, raw in found:
-                if _sum(raw) != parts[layer, kind]["sum"]:
-                    raise DamagedFile(f"{path}: {kind} of layer {layer} is damaged")
-            part = state.layers.get(layer)
-            if isinstance(part, RecurrentState):
-                # In its place already, unless the matrix fills no whole blocks.
-                part.history[:] = found[1][1].view(np.float32).reshape(part.history.shape)
-            else:
-                rows = found[0][1].view(np.float32).reshape(shapes[layer, "rows"])
-                state.layers[layer] = LatentState(rows.shape[1])
-                state.layers[layer].append(rows)  # type: ignore[union-attr]
-    finally:
+            first, memory = places[layer]
+            begin = one["at"] - first
+            if _sum(memory[begin : begin + one["bytes"]]) != one["sum"]:
+                raise DamagedFile(f"{path}: {kind} of layer {layer} is damaged")
+    except BaseException:
         for ticket in tickets.values():
             reader.cancel(ticket)
         reader.settle(list(tickets.values()))
+        state.release()
+        raise
+    finally:
         reader.forget(path)  # another file may take its name
     return state
+
+
+def _in_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK) * BLOCK
 
 
 def _arrays_of(state: SequenceState) -> list[tuple[int, str, Array]]:

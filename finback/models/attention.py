@@ -128,7 +128,7 @@ class Mla:
         out = np.empty((len(u), shape.num_heads, shape.value_dim), np.float32)
         scale = float(shape.nope_dim + shape.extra_dim) ** -0.5
         for run in runs:
-            state = run.state.enter(self.layer, self.new_state)
+            state = run.state.enter(self.layer, lambda _: self.new_state())
             seen = state.append(rows[run.rows])
             out[run.rows] = ops.latent_attention(q[run.rows], seen, self._key, self._value, scale)
             if not run.is_cut:

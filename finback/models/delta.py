@@ -16,6 +16,7 @@ from finback.models.base import Run, TokenBatch
 from finback.models.layers import in_blocks
 from finback.models.state import RecurrentState
 from finback.models.weights import TensorSpec, Weights
+from finback.storage.arena import MemoryPool
 
 PADDED_HEADS = 128  # K3 publishes A_log padded with zeros to a multiple of this
 
@@ -107,10 +108,10 @@ class Kda:
         )
         self._o = weights.matrix(f"{prefix}o_proj.weight")
 
-    def new_state(self) -> RecurrentState:
+    def new_state(self, memory: MemoryPool) -> RecurrentState:
         """Make the memory of a sequence that has seen nothing."""
         shapes = self.state_shapes(0)
-        return RecurrentState.empty(shapes["matrix"], shapes["history"])
+        return RecurrentState.empty(shapes["matrix"], shapes["history"], memory)
 
     def state_shapes(self, position: int) -> dict[str, tuple[int, ...]]:
         """Give the shapes of this layer's part of a state, whatever the position."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from finback.checkpoint.formats import Array, Bytes
 from finback.kernels.ops import DeltaRows
-from finback.storage.arena import BLOCK, reserve
+from finback.storage.arena import BLOCK, MemoryPool
 from finback.storage.spill import Place, SpillFile
 
 
@@ -28,9 +28,11 @@ class RecurrentState:
     pending: DeltaRows | None = None
 
     @classmethod
-    def empty(cls, matrix: tuple[int, ...], history: tuple[int, ...]) -> "RecurrentState":
+    def empty(
+        cls, matrix: tuple[int, ...], history: tuple[int, ...], memory: MemoryPool
+    ) -> "RecurrentState":
         """Make one of zeros."""
-        part = cls.on(reserve(cls.bytes_of(matrix, history)), matrix, history)
+        part = cls.on(memory.take(cls.bytes_of(matrix, history)), matrix, history)
         part.memory[:] = 0
         return part
 
@@ -56,10 +58,11 @@ class RecurrentState:
         """Count the bytes of this part after `context` tokens."""
         return self.memory.nbytes
 
-    def copy(self) -> "RecurrentState":
+    def copy(self, memory: MemoryPool) -> "RecurrentState":
         """Give the same in memory of its own."""
-        other = RecurrentState.empty(self.matrix.shape, self.history.shape)
-        other.matrix[:], other.history[:] = self.matrix, self.history
+        taken = memory.take(len(self.memory))
+        taken[:] = self.memory
+        other = RecurrentState.on(taken, self.matrix.shape, self.history.shape)
         other.pending = None if self.pending is None else self.pending.copy()
         return other
 
@@ -96,6 +99,15 @@ class LatentState:
         self._buffer = np.empty((0, width), np.float32)
         self.length = 0
 
+    @classmethod
+    def on(cls, memory: Bytes, width: int, length: int) -> "LatentState":
+        """Make one of `length` rows at the start of `memory`; the rest is room for more."""
+        state = cls(width)
+        room = len(memory) // (4 * width)
+        state._buffer = memory[: 4 * width * room].view(np.float32).reshape(room, width)
+        state.length = length
+        return state
+
     def append(self, rows: Array) -> Array:
         """Add rows (T, width) and give all so far (S, width), valid until the next append."""
         needed = self.length + len(rows)
@@ -113,7 +125,7 @@ class LatentState:
         """Count the bytes of this part after `context` tokens."""
         return 4 * context * self._buffer.shape[1]
 
-    def copy(self) -> "LatentState":
+    def copy(self, memory: MemoryPool) -> "LatentState":
         """Give the same in memory of its own."""
         other = LatentState(self._buffer.shape[1])
         other.append(self.rows)
@@ -144,29 +156,41 @@ class SequenceState:
     """All layers' memory of one sequence after `position` tokens. Belongs to its sequence.
 
     A layer's part is made when the layer first sees the sequence. Where nothing follows what is
-    computed now (`is_kept` is false), it is dropped when the layer has seen all of it.
+    computed now (`is_kept` is false), it is dropped when the layer has seen all of it. Whoever
+    ends the sequence calls `release`.
     """
 
     layers: dict[int, LayerState] = field(default_factory=dict)
     position: int = 0
     is_kept: bool = True
     is_spilled: bool = False  # layers are here only while they compute; see `StateSpill`
+    memory: MemoryPool = field(default_factory=MemoryPool, repr=False)  # of parts of fixed size
 
-    def enter(self, layer: int, make: Callable[[], State]) -> State:
+    def enter(self, layer: int, make: Callable[[MemoryPool], State]) -> State:
         """Give a layer's part, made anew if there is none; the layer always makes one kind."""
         if layer not in self.layers:
-            self.layers[layer] = make()
+            self.layers[layer] = make(self.memory)
         return cast(State, self.layers[layer])
 
     def leave(self, layer: int) -> None:
         """Tell that a layer has seen all rows of this step."""
         if not self.is_kept:
-            del self.layers[layer]
+            self._drop(layer)
+
+    def release(self) -> None:
+        """Give the memory back; nothing may look at any part of the state any more."""
+        for layer in list(self.layers):
+            self._drop(layer)
+
+    def _drop(self, layer: int) -> None:
+        part = self.layers.pop(layer)
+        if isinstance(part, RecurrentState):
+            self.memory.give_back(part.memory)
 
     def fork(self) -> "SequenceState":
         """Give a copy that goes its own way."""
-        layers = {number: layer.copy() for number, layer in self.layers.items()}
-        return SequenceState(layers, self.position, self.is_kept)
+        layers = {number: layer.copy(self.memory) for number, layer in self.layers.items()}
+        return SequenceState(layers, self.position, self.is_kept, memory=self.memory)
 
     def go_back(self, position: int) -> None:
         """Forget the tokens after a position; they must have been drafts of the last step."""
@@ -211,7 +235,6 @@ class StateSpill:
         if not mine:
             yield
             return
-        self._file.most_idle = len(mine)  # what one layer needs
         for state in mine:
             if (spilled := self._parts.get((state, layer))) is not None:
                 state.layers[layer] = spilled.take(self._file)
@@ -232,6 +255,7 @@ class StateSpill:
             spilled = self._parts.pop(key)
             self._writing = [one for one in self._writing if one is not spilled]
             self._file.give_up(spilled.place)
+            spilled.let_go(self._file)
 
     def close(self) -> None:
         """Delete the file."""
@@ -284,9 +308,7 @@ class _Spilled:
         memory = file.take(self.place)
         if len(self.kind) > 1:
             return RecurrentState.on(memory, self.kind[:3], self.kind[3:])
-        latent = LatentState(self.kind[0])
-        latent.append(memory.view(np.float32).reshape(-1, self.kind[0]))
-        return latent
+        return LatentState.on(memory, self.kind[0], self.length)
 
     def let_go(self, file: SpillFile) -> None:
         """Drop what is written; the memory is free."""

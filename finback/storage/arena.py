@@ -65,6 +65,35 @@ def huge_bytes(memory: Bytes) -> int | None:
     return total
 
 
+class MemoryPool:
+    """Memory that goes round: what is given back is taken again by the next of its size.
+
+    New memory is cleared by the machine when it is first touched, which can take longer than a disk
+    needs to fill it (docs/log.md). Of a size, never more is held than was in use at one time. For
+    use by one thread.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._idle: dict[int, list[Bytes]] = {}
+
+    def take(self, num_bytes: int) -> Bytes:
+        """Give memory as `reserve` does, but holding anything; the caller's until given back."""
+        idle = self._idle.get(num_bytes)
+        return idle.pop() if idle else reserve(num_bytes)
+
+    def give_back(self, memory: Bytes) -> None:
+        """Take back, from `take`, what nobody looks at any more."""
+        idle = self._idle.setdefault(len(memory), [])
+        assert not any(one.ctypes.data == memory.ctypes.data for one in idle)
+        idle.append(memory)
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the bytes that nobody uses."""
+        return sum(size * len(idle) for size, idle in self._idle.items())
+
+
 class Arena:
     """Slots of one size in one reservation, each touched when it is first used."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from finback.checkpoint.formats import Bytes
 from finback.errors import CapacityError
 from finback.spans import Spans
-from finback.storage.arena import BLOCK, reserve
+from finback.storage.arena import BLOCK, MemoryPool, reserve
 from finback.storage.extents import Extent
 from finback.storage.files import DIRECT_REFUSED
 from finback.storage.reader import Priority, Reader, Ticket
@@ -36,13 +36,14 @@ class Place:
 class SpillFile:
     """Owns the file and the threads that write to it. For use by one thread."""
 
-    def __init__(self, folder: Path, reader: Reader, spans: Spans) -> None:
+    def __init__(self, folder: Path, reader: Reader, spans: Spans, memory: MemoryPool) -> None:
         """Make an empty file.
 
         Args:
             folder: On a disk with room; made if it is not there.
             reader: Reads parts; stays the caller's.
             spans: `bytes_spilled` counts what is written; `wait` is the time it held things up.
+            memory: Of parts that come back; stays the caller's.
 
         Raises:
             OSError: The folder cannot be written.
@@ -58,9 +59,7 @@ class SpillFile:
             self.path = Path(f"/proc/self/fd/{descriptor}")
         self._pool = ThreadPoolExecutor(WRITERS, thread_name_prefix="spill")
         self._end, self._free = 0, dict[int, list[int]]()
-        # Memory that goes round: taken anew each time it would leave holes that stay.
-        self._idle: dict[int, list[Bytes]] = {}
-        self.most_idle = 0  # pieces of one size
+        self._memory = memory  # goes round: taken anew each time it would leave holes that stay
 
     def place(self, room: int) -> Place:
         """Give a part of at most `room` bytes a place."""
@@ -116,9 +115,7 @@ class SpillFile:
         """Begin to read a part, if it is not under way already."""
         if place.reading is None and place.num_bytes:
             self.settle(place)
-            size = -(-place.num_bytes // BLOCK) * BLOCK
-            idle = self._idle.get(size)
-            place.memory = idle.pop() if idle else reserve(size)
+            place.memory = self._memory.take(-(-place.num_bytes // BLOCK) * BLOCK)
             extent = Extent(self.path, place.offset, place.num_bytes)
             place.reading = self._reader.submit([extent], place.memory, Priority.AHEAD, "state")
 
@@ -144,9 +141,7 @@ class SpillFile:
 
     def recycle(self, memory: Bytes) -> None:
         """Take memory back that nobody uses any more, for what is read next."""
-        idle = self._idle.setdefault(len(memory), [])
-        if len(idle) < self.most_idle and not (len(memory) % BLOCK or memory.ctypes.data % BLOCK):
-            idle.append(memory)
+        self._memory.give_back(memory)
 
     def close(self) -> None:
         """Delete the file, after what is being written."""

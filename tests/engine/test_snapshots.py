@@ -30,6 +30,7 @@ from finback.engine.snapshots import (
 from finback.errors import DamagedFile
 from finback.models.loading import Loaded
 from finback.models.state import LatentState, SequenceState
+from finback.storage.arena import MemoryPool
 from tests.conftest import DATA
 from tests.helpers import extend, load_all
 
@@ -56,7 +57,7 @@ def test_a_state_comes_back_at_every_position(loaded: Loaded, tmp_path: Path) ->
         path = tmp_path / f"{position}.state"
         size = write_state(path, "m", IDS[:position], state)
         assert path.stat().st_size == size
-        again = read_state(path, "m", IDS[:position], loaded.model, loaded.reader)
+        again = read_state(path, "m", IDS[:position], loaded.model, loaded.reader, MemoryPool())
         assert again.position == position
         rest = extend(loaded.model, again, IDS[position:24])
         np.testing.assert_array_equal(rest, whole[position:])
@@ -74,7 +75,7 @@ def test_what_cannot_be_trusted_is_refused_by_name(loaded: Loaded, tmp_path: Pat
     size = write_state(good, "m", IDS[:30], computed(loaded, 30))
     header, start = snapshots._read_header(good)
     cases: dict[str, tuple[int, bytes | None, str]] = {
-        "older": (0, b"finback state 0\n", "no state of this version"),
+        "older": (0, b"finback state 1\n", "no state of this version"),
         "foreign": (0, b"PK nonsense 1234", "no state of this version"),
         "long header": (len(MAGIC), (1 << 40).to_bytes(8, "little"), "header is cut, or larger"),
         "header": (60, b"!", "header is cut or damaged"),
@@ -93,10 +94,10 @@ def test_what_cannot_be_trusted_is_refused_by_name(loaded: Loaded, tmp_path: Pat
         else:
             damage(path, at, by)
         with pytest.raises(DamagedFile, match=says):
-            read_state(path, "m", IDS[:30], loaded.model, loaded.reader)
+            read_state(path, "m", IDS[:30], loaded.model, loaded.reader, MemoryPool())
     os.truncate(good, size - 4096)
     with pytest.raises(Exception, match=r"good\.state"):
-        read_state(good, "m", IDS[:30], loaded.model, loaded.reader)
+        read_state(good, "m", IDS[:30], loaded.model, loaded.reader, MemoryPool())
     loaded.reader.check()
 
 
@@ -105,7 +106,7 @@ def test_half_states_and_those_of_others_are_refused(loaded: Loaded, tmp_path: P
 
     def refused(says: str, tokens: list[int], model: str = "m") -> None:
         with pytest.raises(DamagedFile, match=says):
-            read_state(path, model, tokens, loaded.model, loaded.reader)
+            read_state(path, model, tokens, loaded.model, loaded.reader, MemoryPool())
 
     write_state(path, "m", IDS[:30], computed(loaded, 30))
     refused("another model", IDS[:30], model="n")
@@ -154,7 +155,7 @@ def test_hostile_headers_are_refused(loaded: Loaded, tmp_path: Path) -> None:
         write_state(path, "m", IDS[:30], state)
         rewrite_header(path, **changes)
         with pytest.raises(DamagedFile, match=r"one\.state"):
-            read_state(path, "m", IDS[:30], loaded.model, loaded.reader)
+            read_state(path, "m", IDS[:30], loaded.model, loaded.reader, MemoryPool())
 
 
 def test_the_longest_prefix_is_found_and_damage_is_set_aside(
@@ -176,14 +177,14 @@ def test_the_longest_prefix_is_found_and_damage_is_set_aside(
     start = snapshots._read_header(longest.path)[1]
     damage(longest.path, start + last["at"] + last["bytes"] - 9, b"\xff" * 9)
     caplog.set_level(logging.WARNING)
-    assert again.load(longest, IDS[:40], loaded.model) is None
+    assert again.load(longest, IDS[:40], loaded.model, MemoryPool()) is None
     assert "set aside" in caplog.text
     assert not longest.path.exists()
     assert longest.path.with_suffix(".damaged").exists()
     shorter = again.find(IDS)
     assert shorter is not None
     assert shorter.position == 24
-    assert again.load(shorter, IDS[:24], loaded.model) is not None
+    assert again.load(shorter, IDS[:24], loaded.model, MemoryPool()) is not None
     (tmp_path / "junk.state").write_bytes(b"junk")
     assert len(list_snapshots(tmp_path)) == 2
     assert (tmp_path / "junk.state").exists()  # somebody else's
@@ -193,7 +194,9 @@ def test_the_longest_prefix_is_found_and_damage_is_set_aside(
     again.find(IDS[:30]).path.unlink()  # type: ignore[union-attr]
     gone = again.find(IDS[:30])
     assert gone is not None
-    assert again.load(gone, IDS[:24], loaded.model) is None  # another process has deleted it
+    assert (
+        again.load(gone, IDS[:24], loaded.model, MemoryPool()) is None
+    )  # another process has deleted it
 
 
 def test_the_quota_is_kept_and_what_is_worth_least_goes(loaded: Loaded, tmp_path: Path) -> None:
@@ -290,10 +293,10 @@ def test_a_file_that_took_a_name_again_is_read_anew(loaded: Loaded, tmp_path: Pa
     one = store.save(IDS[:20], computed(loaded, 20))
     for _ in range(2):
         assert one is not None
-        assert store.load(one, IDS[:20], loaded.model) is not None
+        assert store.load(one, IDS[:20], loaded.model, MemoryPool()) is not None
         header, start = snapshots._read_header(one.path)
         damage(one.path, start + header["arrays"][0]["at"] + 100, b"damage")
-        assert store.load(one, IDS[:20], loaded.model) is None
+        assert store.load(one, IDS[:20], loaded.model, MemoryPool()) is None
         one = store.save(IDS[:20], computed(loaded, 20))
 
 
@@ -309,7 +312,7 @@ def test_swapped_pages_are_noticed(loaded: Loaded, tmp_path: Path) -> None:
     raw[at : at + 8192] = second + first
     path.write_bytes(raw)
     with pytest.raises(DamagedFile, match="is damaged"):
-        read_state(path, "m", IDS[:30], loaded.model, loaded.reader)
+        read_state(path, "m", IDS[:30], loaded.model, loaded.reader, MemoryPool())
 
 
 def test_no_more_states_are_restored_than_fit(tiny: Path, tmp_path: Path) -> None:
@@ -360,5 +363,5 @@ def test_a_kill_at_any_moment_leaves_whole_states_or_none(tmp_path: Path) -> Non
             loaded = llm._loaded
             for one in list_snapshots(folder):
                 tokens = snapshots._read_header(one.path)[0]["tokens"]
-                read_state(one.path, one.model, tokens, loaded.model, loaded.reader)
+                read_state(one.path, one.model, tokens, loaded.model, loaded.reader, MemoryPool())
     assert not list(folder.glob("*.damaged"))

@@ -15,7 +15,7 @@ from finback.errors import CapacityError
 from finback.kernels.library import instruction_sets
 from finback.spans import Spans
 from finback.storage import spill
-from finback.storage.arena import reserve
+from finback.storage.arena import MemoryPool, reserve
 from finback.storage.reader import Reader
 from finback.storage.spill import SpillFile
 from tests.conftest import DATA, EXAMPLES, TINY
@@ -29,7 +29,7 @@ PROMPTS = ("The whale", "A ship on the sea and the wind", "x", "Call me", "There
 @pytest.fixture
 def file(tmp_path: Path) -> Any:
     reader = Reader(Spans(), threads=2)
-    one = SpillFile(tmp_path / "spill", reader, reader._spans)
+    one = SpillFile(tmp_path / "spill", reader, reader._spans, MemoryPool())
     yield one
     one.close()
     reader.close()

@@ -48,7 +48,7 @@ class Routed:
             with self.experts.lease(layer, union, in_order=len(union) > 3) as batches:
                 assert sorted(e for ready in batches for e in ready) == union
         for run in tokens.runs:
-            run.state.enter(0, lambda: np.zeros(1))  # type: ignore[arg-type,return-value]
+            run.state.enter(0, lambda _: np.zeros(1))  # type: ignore[arg-type,return-value]
         out = np.zeros((len(tokens.wanted), VOCAB), np.float32)
         out[np.arange(len(out)), (tokens.ids[tokens.wanted] + 1) % VOCAB] = 9
         return out
