@@ -113,12 +113,6 @@ class LLM:
         pages = "no huge pages, which makes reading slow" if share == 0 else "huge pages"
         return f"{self._description}; disk {self.disk.gbps:.2f} GB/s at most, {pages}"
 
-    @property
-    def streamed_extents(self) -> list[Extent]:
-        """List where in the files lies what is read again for every step, experts apart."""
-        spine = self._loaded.spine
-        return [e for group in spine.groups if not spine.stays(group.name) for e in group.extents]
-
     def use_drafts(self, is_on: bool) -> None:
         """Turn drafts on or off, with nothing learnt so far whether they pay."""
         self.engine.drafts = make_controller(self.engine.model) if is_on else None
@@ -134,6 +128,12 @@ class LLM:
         """Let what is being read ahead come in, so that nothing disturbs a measurement."""
         while not self._loaded.reader.is_idle:
             time.sleep(0.001)  # only before a measurement: nothing tells when a guess is read
+
+    def record_reads(self) -> list[Extent]:
+        """Note from now on every request to a disk, in the order they end; the list grows."""
+        requests: list[Extent] = []
+        self._loaded.reader.on_read = requests.append
+        return requests
 
     def record_routes(self) -> Recorder:
         """Note from now on which experts are used; the recorder gives the trace."""

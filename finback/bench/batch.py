@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from finback.bench.stream import ExpertReads, drop_cached
+from finback.bench.stream import ExpertReads, drop_cached, last_of
 from finback.checkpoint.formats import Weight
 from finback.checkpoint.index import open_checkpoint
 from finback.config import SamplingParams
@@ -27,7 +27,7 @@ from finback.llm import LLM
 from finback.models.loading import Needs, read_needs
 from finback.spans import Profile
 from finback.storage.memory import peak_bytes
-from finback.storage.probe import measure_ceiling
+from finback.storage.probe import measure_again, measure_ceiling
 
 MATRIX_ROWS = 64  # of the products that this machine's matrix rate is measured with
 PROMPT = 3  # tokens
@@ -57,7 +57,7 @@ class BatchReport:
     """All numbers of sequences, and the limits of the same run."""
 
     ceiling_gbps: float = 0.0
-    spine_ceiling_gbps: float | None = None
+    again_gbps: float | None = None  # of the same requests alone, where layers are read again
     matrix_gflops: float = 0.0  # with experts
     spine_gflops: float = 0.0  # with bfloat16
     rows: list[BatchRow] = field(default_factory=list)
@@ -111,7 +111,7 @@ def measure_batch(
         report.budget_bytes, report.plan = llm.plan.budget, dict(llm.plan.parts)
         rates: list[tuple[float, float]] = []
         ceilings: list[float] = []
-        again: list[float] = []
+        agains: list[float] = []
         found: dict[int, list[BatchRow]] = {count: [] for count in sequences}
         flops = flops_per_token(needs)
         decode(llm, max(sequences), 1)
@@ -122,17 +122,18 @@ def measure_batch(
                 if ceiling is None:
                     raise UsageError(f"{folder}: too small to measure a disk with")
                 ceilings.append(ceiling.gbps)
-                if llm.streamed_extents:
-                    spine = measure_ceiling(
-                        paths, memory=experts.memory, extents=llm.streamed_extents
-                    )
-                    again.append(ceiling.gbps if spine is None else spine.gbps)
                 rates.append(measure_matrices(llm.ops, experts.weight(llm.ops), needs))
+                requests = llm.record_reads()
                 profile = decode(llm, count, tokens)
-                limits = _Limits(ceilings[-1], again[-1] if again else ceilings[-1], rates[-1])
+                again = None
+                if llm.plan.streamed:  # of which the ceiling on random pieces is none
+                    some = last_of(requests, profile.bytes_read)
+                    again = measure_again(some, memory=experts.memory)
+                    agains += [again.gbps] if again else []
+                limits = _Limits(again.gbps if again else ceiling.gbps, rates[-1])
                 found[count].append(_row(profile, count, tokens, flops, limits, needs.slot_bytes))
     report.ceiling_gbps = statistics.median(ceilings)
-    report.spine_ceiling_gbps = statistics.median(again) if again else None
+    report.again_gbps = statistics.median(agains) if agains else None
     report.matrix_gflops, report.spine_gflops = map(statistics.median, zip(*rates, strict=True))
     report.rows = [_median_row(count, rows) for count, rows in found.items()]
     for row in report.rows:
@@ -183,8 +184,7 @@ def _measure_matrix(ops: Ops, weight: Weight, seconds: float = 0.3) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    ceiling_gbps: float
-    spine_gbps: float
+    disk_gbps: float
     matrix_gflops: tuple[float, float]  # of experts, of the rest
 
 
@@ -213,7 +213,7 @@ def _row(
     spine, experts = counts.get("bytes_read_spine", 0), counts.get("bytes_read_expert", 0)
     spilled = counts.get("bytes_spilled", 0)
     states = counts.get("bytes_read_state", 0) + spilled
-    read = (experts + states) / limits.ceiling_gbps / 1e9 + spine / limits.spine_gbps / 1e9
+    read = (spine + experts + states) / limits.disk_gbps / 1e9
     per_token = sum(f / rate / 1e9 for f, rate in zip(flops, limits.matrix_gflops, strict=True))
     compute = count * tokens * per_token
     bound = count * tokens / max(read, compute)

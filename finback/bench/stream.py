@@ -24,9 +24,9 @@ from finback.llm import LLM
 from finback.models.loading import read_needs
 from finback.spans import Profile, Spans
 from finback.storage.arena import BLOCK, huge_bytes, reserve
-from finback.storage.extents import find, place
+from finback.storage.extents import Extent, find, place
 from finback.storage.memory import peak_bytes
-from finback.storage.probe import measure_ceiling
+from finback.storage.probe import measure_again, measure_ceiling
 from finback.storage.reader import Reader, Ticket
 
 AT_ONCE = 16  # experts under way, as in a layer of Kimi K3
@@ -37,7 +37,7 @@ class StreamReport:
     """Medians of all rounds; `decode` as `Profile.as_json`."""
 
     ceiling_gbps: float = 0.0
-    spine_ceiling_gbps: float | None = None  # of what is read again for every step
+    again_gbps: float = 0.0  # plain threads that make the requests of decoding once more
     reader_gbps: float = 0.0
     reader_core_s_per_gb: float = 0.0
     huge_page_share: float | None = None
@@ -106,47 +106,43 @@ def _measure_rounds(
     progress: Callable[[str], None],
 ) -> None:
     """Take ceiling, reader and decoding in turn, and write the medians into the report."""
-    ceilings, spine_ceilings, readers, cores, profiles = [], [], [], [], []
-    spine = llm.streamed_extents
+    rows: list[tuple[float, float, float, float, Profile]] = []
     for number in range(rounds):
         progress(f"round {number + 1} of {rounds}: disk")
         ceiling = measure_ceiling(paths, memory=experts.memory)
         if ceiling is None:
             raise UsageError(f"{llm.folder}: too small to measure a disk with")
-        ceilings.append(ceiling.gbps)
-        if spine:
-            again = measure_ceiling(paths, memory=experts.memory, extents=spine)
-            spine_ceilings.append(ceiling.gbps if again is None else again.gbps)
         progress(f"round {number + 1} of {rounds}: reader")
-        rate, core = experts.measure()
-        readers.append(rate)
-        cores.append(core)
+        reader, core = experts.measure()
         progress(f"round {number + 1} of {rounds}: decoding")
-        profiles.append(_decode(llm, tokens))
+        requests = llm.record_reads()
+        profile = _decode(llm, tokens)
+        progress(f"round {number + 1} of {rounds}: the same reads alone")
+        again = measure_again(last_of(requests, profile.bytes_read), memory=experts.memory)
+        rows.append((ceiling.gbps, reader, core, again.gbps if again else ceiling.gbps, profile))
+    ceilings, readers, cores, agains, profiles = zip(*rows, strict=True)
     report.ceiling_gbps = statistics.median(ceilings)
     report.reader_gbps = statistics.median(readers)
     report.reader_core_s_per_gb = statistics.median(cores)
-    if spine:
-        report.spine_ceiling_gbps = statistics.median(spine_ceilings)
-    bounds = [
-        _bound(p, c, s)
-        for p, c, s in zip(profiles, ceilings, spine_ceilings or ceilings, strict=True)
-    ]
-    figures = [p.as_json(tokens, b) for p, b in zip(profiles, bounds, strict=True)]
+    report.again_gbps = statistics.median(agains)
+    figures = [p.as_json(tokens, c) for p, c in zip(profiles, ceilings, strict=True)]
+    for figure, profile, rate in zip(figures, profiles, agains, strict=True):
+        figure["of_again"] = profile.gbps / rate
     report.decode = {name: _median([f[name] for f in figures]) for name in figures[0]}
     report.rounds = [
         {"ceiling_gbps": c, "reader_gbps": r, "gbps": p.gbps, "tokens_per_s": tokens / p.wall_s}
-        for c, r, p in zip(ceilings, readers, profiles, strict=True)
+        for c, r, _, _, p in rows
     ]
 
 
-def _bound(profile: Profile, ceiling: float, spine_ceiling: float) -> float:
-    """Give the rate at which this mixture of reads would come if each came at its own ceiling."""
-    spine = profile.counts.get("bytes_read_spine", 0)
-    experts = profile.bytes_read - spine
-    if not profile.bytes_read:
-        return ceiling
-    return profile.bytes_read / (experts / ceiling + spine / spine_ceiling)
+def last_of(requests: list[Extent], num_bytes: int) -> list[Extent]:
+    """Give the last requests, those that read about so many bytes."""
+    total = 0
+    for at in range(len(requests) - 1, -1, -1):
+        total += requests[at].num_bytes
+        if total >= num_bytes:
+            return requests[at:]
+    return requests
 
 
 def drop_cached(paths: list[Path]) -> None:

@@ -1,7 +1,8 @@
 """Which tensors a model needs, whether a checkpoint has them, and loading them on demand."""
 
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -210,36 +211,51 @@ class ExpertLayouts:
     """Tells where each expert of a checkpoint lies."""
 
     def __init__(self, checkpoint: Checkpoint, check: TensorCheck) -> None:
-        """Index what the check found; nothing is read."""
-        self._refs = checkpoint.tensors
-        self._experts: dict[tuple[int, int], list[Stored]] = {}
-        for stored in check.stored:
-            if stored.spec.expert is not None:
-                self._experts.setdefault(stored.spec.expert, []).append(stored)
+        """Lay out what the check found; nothing is read.
+
+        All at once, because a step asks for them between reads, where every table that is walked
+        through is out of the processor's cache. Experts that look the same share their matrices.
+        """
+        stored: dict[tuple[int, int], list[Stored]] = {}
+        for one in check.stored:
+            if one.spec.expert is not None:
+                stored.setdefault(one.spec.expert, []).append(one)
+        shared: dict[tuple[tuple[str, Part], ...], Mapping[str, Part]] = {}
+        self._layouts: dict[tuple[int, int], ExpertLayout] = {}
+        for key, parts in stored.items():
+            extents, matrices = _lay_out(checkpoint.tensors, parts)
+            self._layouts[key] = ExpertLayout(
+                extents, shared.setdefault(tuple(matrices.items()), matrices)
+            )
 
     @property
     def keys(self) -> list[tuple[int, int]]:
         """List all experts, by layer and number."""
-        return list(self._experts)
+        return list(self._layouts)
 
     def __call__(self, layer: int, expert: int) -> ExpertLayout:
         """Describe one; its matrices are named by the last part before `.weight`."""
-        stored = self._experts[layer, expert]
-        refs = sorted(
-            (self._refs[name] for one in stored for name in one.names),
-            key=lambda ref: (ref.path, ref.offset),
+        return self._layouts[layer, expert]
+
+
+def _lay_out(
+    tensors: Mapping[str, TensorRef], parts: Sequence[Stored]
+) -> tuple[tuple[Extent, ...], dict[str, Part]]:
+    """Give where an expert's bytes lie, and its matrices in them."""
+    names = {one.spec.name: one.names for one in parts}
+    refs = sorted(
+        (tensors[name] for some in names.values() for name in some),
+        key=lambda ref: (ref.path, ref.offset),
+    )
+    ends = list(itertools.accumulate(ref.num_bytes for ref in refs))
+    ranges = {ref.name: (end - ref.num_bytes, end) for ref, end in zip(refs, ends, strict=True)}
+    matrices = {}
+    for one in parts:
+        rows, columns = one.spec.shape
+        matrices[one.spec.name.split(".")[-2]] = Part(
+            one.format, (rows, columns), tuple(ranges[name] for name in names[one.spec.name])
         )
-        starts: dict[str, int] = {}
-        position = 0
-        for ref in refs:
-            starts[ref.name] = position
-            position += ref.num_bytes
-        matrices = {}
-        for one in stored:
-            ranges = tuple((starts[n], starts[n] + self._refs[n].num_bytes) for n in one.names)
-            rows, columns = one.spec.shape
-            matrices[one.spec.name.split(".")[-2]] = Part(one.format, (rows, columns), ranges)
-        return ExpertLayout(tuple(merge(refs)), matrices)
+    return tuple(merge(refs)), matrices
 
 
 class Weights:

@@ -4,8 +4,6 @@ import errno
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
@@ -61,9 +59,8 @@ class Files:
         self._open: OrderedDict[tuple[Path, bool], OpenFile] = OrderedDict()
         self._is_closed = False
 
-    @contextmanager
-    def use(self, path: Path, direct: bool = True) -> Iterator[OpenFile]:
-        """Hold a file open for a read.
+    def acquire(self, path: Path, direct: bool = True) -> OpenFile:
+        """Hold a file open for a read, until it is released.
 
         Raises:
             ReadError: The model has been closed.
@@ -79,13 +76,14 @@ class Files:
                 file = OpenFile(*key)
             self._open[key] = file
             file.users += 1
-        try:
-            yield file
-        finally:
-            with self._lock:
-                file.users -= 1
-                if self._is_closed:
-                    self._close_unused(0)
+            return file
+
+    def release(self, file: OpenFile) -> None:
+        """Let go of a file."""
+        with self._lock:
+            file.users -= 1
+            if self._is_closed:
+                self._close_unused(0)
 
     def forget(self, path: Path) -> None:
         """Close a file that may be replaced or deleted, unless it is being read."""

@@ -34,9 +34,8 @@ def measure_ceiling(
     threads: int = 4,
     piece: int = PIECE,
     memory: Bytes | None = None,
-    extents: Sequence[Extent] | None = None,
 ) -> DiskRate | None:
-    """Read pieces at random places of files, as fast as they come; None without any.
+    """Read pieces at random places of files, as fast as they come; None where they are too small.
 
     Plain threads with direct reads into huge pages, none of finback's own reader. The bytes are
     thrown away.
@@ -45,33 +44,58 @@ def measure_ceiling(
         paths: Files to read from.
         seconds: For how long.
         threads: Reads at once.
-        piece: Bytes of each.
+        piece: Bytes of each, whole blocks.
         memory: Where to; some of its own if None, given back at once.
-        extents: Read these, in their order and again, instead of random places.
 
     Raises:
         ReadError: A file cannot be read.
     """
-    places = _places(paths, piece) if extents is None else _cut(extents, piece)
-    chosen = set(list(dict.fromkeys(path for path, _ in places))[:MOST_FILES])
-    places = [place for place in places if place[0] in chosen]
+    return _read_all(_places(paths, piece), seconds, threads, memory)
+
+
+def measure_again(
+    requests: Sequence[Extent],
+    seconds: float = 3.0,
+    threads: int = 4,
+    memory: Bytes | None = None,
+) -> DiskRate | None:
+    """Read what was read, request by request in the same order, as `measure_ceiling` does.
+
+    What a disk gives depends on what is read: here by threads that do nothing else.
+
+    Args:
+        requests: Of whole blocks, as the reader made them.
+        seconds: Until then at most.
+        threads: Reads at once.
+        memory: Where to; some of its own if None.
+
+    Raises:
+        ReadError: A file cannot be read.
+    """
+    return _read_all(requests, seconds, threads, memory)
+
+
+def _read_all(
+    places: Sequence[Extent], seconds: float, threads: int, memory: Bytes | None
+) -> DiskRate | None:
+    chosen = set(list(dict.fromkeys(one.path for one in places))[:MOST_FILES])
+    places = [one for one in places if one.path in chosen]
     if len(places) < threads:
         return None
-    order = itertools.cycle(places) if extents is not None else iter(places)
+    piece = max(one.num_bytes for one in places)
     if memory is None or len(memory) < piece * threads:
-        memory = reserve(MEMORY_BYTES)
+        memory = reserve(max(MEMORY_BYTES, piece * threads))
     memory[::BLOCK] = 0  # taken before the clock runs
-    slots = itertools.cycle(range(len(memory) // piece))
+    order, slots = iter(places), itertools.cycle(range(len(memory) // piece))
     lock, done, stop = Lock(), [0], 0.0
 
     def work() -> None:
         while time.perf_counter() < stop:
             with lock:
-                if (place := next(order, None)) is None:
+                if (one := next(order, None)) is None:
                     return
-                slot = next(slots)
-            part = memory[slot * piece : (slot + 1) * piece]
-            count = _read(files[place[0]], part, place[1])
+                start = next(slots) * piece
+            count = _read(files[one.path], memory[start : start + one.num_bytes], one.offset)
             with lock:
                 done[0] += count
 
@@ -95,29 +119,20 @@ def measure_ceiling(
             file.close()
 
 
-def _places(paths: Sequence[Path], piece: int) -> list[tuple[Path, int]]:
+def _places(paths: Sequence[Path], piece: int) -> list[Extent]:
     """List whole pieces of the files in random order, another each time."""
     found = []
     for path in paths:
         found += [(path, at) for at in range(0, path.stat().st_size - piece, piece)]
     random.Random(time.time_ns()).shuffle(found)
-    return [(path, at // BLOCK * BLOCK) for path, at in found]
-
-
-def _cut(extents: Sequence[Extent], piece: int) -> list[tuple[Path, int]]:
-    """Cut what lies in extents into pieces, in order; what is left at the ends is not read."""
-    return [
-        (extent.path, (extent.offset + at) // BLOCK * BLOCK)
-        for extent in extents
-        for at in range(0, extent.num_bytes - piece + 1, piece)
-    ]
+    return [Extent(path, at // BLOCK * BLOCK, piece) for path, at in found]
 
 
 def _read(file: OpenFile, memory: Bytes, offset: int) -> int:
     done = 0
     while done < len(memory):
         count = file.read(memory.data[done:], offset + done)
-        if count == 0:
-            break
         done += count
+        if count == 0 or done % BLOCK:
+            break  # the end
     return done

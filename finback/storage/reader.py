@@ -8,7 +8,7 @@ import heapq
 import itertools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -22,6 +22,7 @@ from finback.storage.extents import Extent, place
 from finback.storage.files import DIRECT_REFUSED, Files
 
 PIECE = 8 << 20  # larger reads are split, so that all threads share an expert
+MOST_AT_ONCE = 32 << 20  # neighbours are read together while all threads have enough to do
 DIRECT_FROM = 256 << 10  # smaller reads gain more from the page cache than they cost it
 THREADS = 4  # for each disk; two nearly reach a disk's ceiling, arrays of disks want more
 
@@ -58,8 +59,24 @@ class _Piece:
     path: Path
     offset: int  # on a block's border
     needed: int  # bytes from there that must come
-    view: memoryview  # whole blocks
+    memory: memoryview  # of the whole ticket
+    at: int  # where in it the piece begins
+    num_bytes: int  # of whole blocks
     is_taken: bool = False
+
+    @property
+    def view(self) -> memoryview:
+        """Give the memory that is read into."""
+        return self.memory[self.at : self.at + self.num_bytes]
+
+    def is_followed_by(self, other: "_Piece") -> bool:
+        """Tell whether another goes on where this one ends, in the file and in memory."""
+        return (
+            other.ticket is self.ticket
+            and other.path is self.path
+            and other.offset == self.offset + self.num_bytes
+            and other.at == self.at + self.num_bytes
+        )
 
 
 class Reader:
@@ -83,6 +100,7 @@ class Reader:
         self._under_way, self._since = 0, 0.0
         self._workers: list[Thread] = []
         self._is_closed = False
+        self.on_read: Callable[[Extent], None] | None = None  # told every request, in any thread
 
     def submit(
         self,
@@ -105,9 +123,16 @@ class Reader:
             step = -(-blocks // max(1, -(-needed // PIECE))) * BLOCK
             for at in range(0, needed, step):
                 length = min(step, blocks * BLOCK - at)
-                part = view[end + at : end + at + length]
                 ticket.pieces.append(
-                    _Piece(ticket, extent.path, start + at, min(step, needed - at), part)
+                    _Piece(
+                        ticket,
+                        extent.path,
+                        start + at,
+                        min(step, needed - at),
+                        view,
+                        end + at,
+                        length,
+                    )
                 )
             end += blocks * BLOCK
         ticket.left = len(ticket.pieces)
@@ -256,6 +281,7 @@ class Reader:
                 if piece.is_taken:  # read or given up already
                     continue
                 piece.is_taken = True
+                self._join_neighbours(piece, queue)
                 if self._under_way == 0:
                     self._since = time.perf_counter()
                 self._under_way += 1
@@ -265,20 +291,37 @@ class Reader:
                 now = time.perf_counter()
                 self._spans.seconds["read"] += now - self._since
                 self._since = now
-                self._spans.count("reads", 1)
-                self._spans.count("bytes_requested", len(piece.view))
-                piece.ticket.error = piece.ticket.error or error
-                piece.ticket.left -= 1
-                if piece.ticket.is_done:
-                    if not piece.ticket.is_cancelled:
-                        size, role = piece.ticket.num_bytes, piece.ticket.role
-                        self._spans.count("bytes_read", size)
-                        self._spans.count(f"bytes_read_{role}", size)
+                if self.on_read is not None:
+                    self.on_read(Extent(piece.path, piece.offset, piece.num_bytes))
+                counts, ticket = self._spans.counts, piece.ticket
+                counts["reads"] += 1
+                counts["bytes_requested"] += piece.num_bytes
+                ticket.error = ticket.error or error
+                ticket.left -= 1
+                if ticket.left == 0:
+                    if not ticket.is_cancelled:
+                        counts["bytes_read"] += ticket.num_bytes
+                        counts[f"bytes_read_{ticket.role}"] += ticket.num_bytes
                     self._done.notify_all()
+
+    def _join_neighbours(self, piece: _Piece, queue: list[tuple[int, int, _Piece]]) -> None:
+        """Read what follows in the same request, unless other threads would have nothing to do."""
+        while len(queue) > self._threads:
+            following = queue[0][2]
+            if not following.is_taken:
+                if not piece.is_followed_by(following):
+                    return
+                if piece.num_bytes + following.num_bytes > MOST_AT_ONCE:
+                    return
+                following.is_taken = True
+                piece.needed = following.offset + following.needed - piece.offset
+                piece.num_bytes += following.num_bytes
+                piece.ticket.left -= 1
+            heapq.heappop(queue)
 
     def _fill(self, piece: _Piece) -> ReadError | None:
         try:
-            done = self._fill_from(piece, direct=len(piece.view) >= DIRECT_FROM)
+            done = self._fill_from(piece, direct=piece.num_bytes >= DIRECT_FROM)
         except ReadError as error:
             return error
         except OSError as error:
@@ -294,11 +337,12 @@ class Reader:
 
     def _fill_from(self, piece: _Piece, direct: bool) -> int:
         """Read a piece, and give how many bytes came."""
-        done = 0
-        with self._files.use(piece.path, direct) as file:
+        done, view = 0, piece.view
+        file = self._files.acquire(piece.path, direct)
+        try:
             while done < piece.needed:
                 try:
-                    count = file.read(piece.view[done:], piece.offset + done)
+                    count = file.read(view[done:], piece.offset + done)
                 except OSError as error:
                     if file.is_direct and error.errno in DIRECT_REFUSED:
                         break  # accepted at opening, refused at reading
@@ -306,7 +350,8 @@ class Reader:
                 done += count
                 if count == 0 or (file.is_direct and done % BLOCK and done < piece.needed):
                     break  # the end, or a direct read cut where the next could not begin
-            was_direct = file.is_direct
-        if done < piece.needed and was_direct:
+        finally:
+            self._files.release(file)
+        if done < piece.needed and file.is_direct:
             return self._fill_from(piece, direct=False)
         return done

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from finback import LLM
 from finback.bench import stream
-from finback.bench.stream import measure_stream
+from finback.bench.stream import last_of, measure_stream
 from finback.errors import UsageError
 from finback.planner.synth import cut_down, find_config, synthesise
 from finback.storage.arena import reserve
 from finback.storage.extents import Extent
-from finback.storage.probe import measure_ceiling
+from finback.storage.probe import measure_again, measure_ceiling
 from tests.conftest import DATA
 
 
@@ -23,14 +24,26 @@ def test_memory_too_small_for_a_piece_is_replaced(tmp_path: Path) -> None:
         assert rate.gbps > 0
 
 
-def test_extents_are_read_again_until_the_time_is_over(tmp_path: Path) -> None:
+def test_requests_are_made_once_more(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    path.write_bytes(b"x" * (1 << 21))
-    extents = [Extent(path, 5000, 1 << 20), Extent(path, 1 << 20, 1 << 18)]
-    rate = measure_ceiling([], seconds=0.1, piece=1 << 16, extents=extents)
+    path.write_bytes(b"x" * ((1 << 20) + 5))
+    requests = [Extent(path, 0, 4096), Extent(path, 8192, 1 << 16), Extent(path, 1 << 20, 4096)]
+    assert measure_again(requests, threads=4) is None
+    rate = measure_again(requests, threads=2)
     assert rate is not None
-    assert rate.gbps > 20 * (1 << 16) / 0.1 / 1e9  # more than there is to read once
-    assert measure_ceiling([], extents=[Extent(path, 0, 9)]) is None
+    assert rate.gbps > 0
+
+
+def test_what_decoding_reads_is_noted(tmp_path: Path) -> None:
+    with LLM(DATA / "tiny-k3", expert_slots=1) as llm:
+        requests = llm.record_reads()
+        stats = llm.generate("x", max_tokens=3, ignore_eos=True).stats
+        assert sum(one.num_bytes for one in requests) >= stats.bytes_read > 0
+        assert all(one.offset % 4096 == one.num_bytes % 4096 == 0 for one in requests)
+        few = last_of(requests, 5000)
+        assert few == requests[-len(few) :]
+        assert len(few) < len(requests)
+        assert last_of(requests, 1 << 60) == requests
 
 
 def test_files_too_small_to_measure_with(tmp_path: Path) -> None:
