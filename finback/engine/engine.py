@@ -108,6 +108,7 @@ class Engine:
             rated_from=len(ids) if sampling.prompt_logprobs is None else 1,
             constraint=constraint,
             is_background=is_background,
+            holds_last=self.snapshots is not None,
         )
         self._restore(sequence)
         if self.snapshots is not None and sequence.state.position < shared < len(ids):
@@ -382,8 +383,11 @@ class Engine:
 
     def _save_state(self, sequence: Sequence) -> None:
         assert self.snapshots is not None
-        position = sequence.state.position
-        self.model.settle(sequence.state)
+        # Of a prompt the state before its last token, with which the same prompt can begin: the
+        # row of the last one gives the logits that the answer begins with.
+        position = sequence.state.position - sequence.held
+        if not sequence.held:
+            self.model.settle(sequence.state)
         self.snapshots.save(sequence.tokens[:position], sequence.state)
         sequence.kept_at, sequence.kept_when = position, time.monotonic()
 
@@ -416,10 +420,10 @@ class Engine:
     def _learn(self, controller: DraftController, batch: Batch, seconds: float) -> None:
         """Keep how long a step took, if it had nothing but answers."""
         certain = len(batch.sequences)
-        drafts = sum(run.drafts for run in batch.tokens.runs)
+        drafts = sum(batch.drafts)
         if len(batch.tokens.ids) == certain + drafts:
-            pairs = zip(batch.sequences, batch.tokens.runs, strict=True)
-            stood = sum(sequence.stood for sequence, run in pairs if run.drafts)
+            pairs = zip(batch.sequences, batch.drafts, strict=True)
+            stood = sum(sequence.stood for sequence, drafted in pairs if drafted)
             controller.note(certain, drafts, stood, seconds)
 
     def _append_forced(self, sequence: Sequence, limit: Constraint) -> list[int]:

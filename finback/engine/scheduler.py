@@ -55,6 +55,7 @@ class Batch:
     tokens: TokenBatch
     sequences: tuple[Sequence, ...]
     wanted: tuple[Wanted, ...]  # in the order of the wanted rows
+    drafts: tuple[int, ...]  # of each sequence
 
 
 class Scheduler:
@@ -117,6 +118,7 @@ class Scheduler:
         rows: list[int] = []
         wanted: list[Wanted] = []
         chosen: list[Sequence] = []
+        drafted: list[int] = []
         prompt_rows, is_awaited = self._limits.prompt_rows or self._limits.max_rows, False
         candidates = sorted(self._with_places(), key=self._rank)
         spare = self._limits.max_rows - sum(sequence.behind for sequence in candidates)
@@ -139,7 +141,11 @@ class Scheduler:
             start = sequence.state.position
             drafts = sequence.drafts = drafts[: max(0, count - sequence.behind)]
             spare -= len(drafts)
-            runs.append(Run(sequence.state, len(ids), len(ids) + count, drafts=len(drafts)))
+            ends_prompt = start + count == sequence.num_prompt and not sequence.state.is_spilled
+            sequence.held = int(sequence.holds_last and ends_prompt)
+            held = len(drafts) or sequence.held
+            runs.append(Run(sequence.state, len(ids), len(ids) + count, held=held))
+            drafted.append(len(drafts))
             for index in range(max(start + 1, sequence.rated_from), start + count + 1):
                 beyond = index - len(sequence.tokens)
                 if index < sequence.num_prompt or beyond >= 0:
@@ -151,7 +157,7 @@ class Scheduler:
         if not runs:
             return None
         tokens = TokenBatch(np.array(ids, np.int64), tuple(runs), np.array(rows, np.int64))
-        return Batch(tokens, tuple(chosen), tuple(wanted))
+        return Batch(tokens, tuple(chosen), tuple(wanted), tuple(drafted))
 
     def check(self) -> None:
         """Test the invariants: every live sequence has something to compute and none has ended."""

@@ -53,6 +53,8 @@ class Sequence:
     guessed: list[int] = field(default_factory=list)  # after `guessed_at` tokens, to be judged
     guessed_at: int = 0
     chance: float = FIRST_CHANCE  # that a draft stands
+    holds_last: bool = False  # so that the state before the prompt's last token can be kept
+    held: int = 0  # tokens of the last step that are no part of the state's matrices yet
     cut_at: int = 0  # a step ends there, so that a state of that boundary can be kept
     kept_at: int = 0  # the position of the last state that was kept
     kept_when: float = field(default_factory=time.monotonic)

@@ -133,6 +133,7 @@ class SnapshotStore:
     def save(self, tokens: Sequence[int], state: SequenceState) -> Snapshot | None:
         """Keep a state of `tokens`; None where it is not worth it or there is no room.
 
+        The state may be some tokens ahead if those are still held back from its matrices.
         A full disk or a folder that cannot be written is said once; the run goes on without.
         """
         key = _key(self.fingerprint, tokens)
@@ -141,7 +142,7 @@ class SnapshotStore:
         path = self.folder / f"{key}{SUFFIX}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            num_bytes = sum(_in_blocks(a.nbytes) for *_, a in _arrays_of(state))
+            num_bytes = sum(_in_blocks(a.nbytes) for *_, a in _arrays_of(state, len(tokens)))
             if num_bytes + MAX_SLACK > self._quota:
                 raise CapacityError(f"one state has {human_bytes(num_bytes)}, over the quota")
             self._make_room(num_bytes)
@@ -209,8 +210,7 @@ def write_state(path: Path, fingerprint: str, tokens: Sequence[int], state: Sequ
     Raises:
         OSError: The disk is full, or the folder cannot be written.
     """
-    assert state.position == len(tokens)
-    arrays = list(_arrays_of(state))
+    arrays = list(_arrays_of(state, len(tokens)))
     described, at, last = [], 0, -1
     for layer, kind, values in arrays:
         raw = _bytes_of(values)
@@ -337,14 +337,15 @@ def _in_blocks(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK) * BLOCK
 
 
-def _arrays_of(state: SequenceState) -> list[tuple[int, str, Array]]:
+def _arrays_of(state: SequenceState, position: int) -> list[tuple[int, str, Array]]:
+    held = state.position - position
     out: list[tuple[int, str, Array]] = []
     for layer, part in sorted(state.layers.items()):
         if isinstance(part, RecurrentState):
-            assert part.pending is None
+            assert held == (0 if part.pending is None else len(part.pending.q))
             out += [(layer, "matrix", part.matrix), (layer, "history", part.history)]
         else:
-            out.append((layer, "rows", part.rows))
+            out.append((layer, "rows", part.rows[: len(part.rows) - held]))
     return out
 
 

@@ -53,7 +53,7 @@ class Run:
     start: int
     stop: int
     is_cut: bool = False  # more rows of the sequence follow in the same step
-    drafts: int = 0  # of the rows at the end: they may turn out wrong
+    held: int = 0  # of the rows at the end: they do not enter the state before the next step
 
     @property
     def rows(self) -> slice:
@@ -92,13 +92,13 @@ class TokenBatch:
     def blocks(self, size: int = BLOCK_ROWS) -> Iterator[tuple[slice, tuple[Run, ...]]]:
         """Cut the rows into pieces of at most `size`, each with the parts of runs it holds.
 
-        A run with drafts, which is short, stays in one piece.
+        A run with several rows held, which is short, stays in one piece.
         """
         start = 0
         while start < len(self.ids):
             stop = min(start + size, len(self.ids))
             for run in self.runs:
-                if run.drafts and start < run.start < stop < run.stop:
+                if run.held and start < run.start < stop < run.stop:
                     stop = run.start
             yield (
                 slice(start, stop),
@@ -108,7 +108,7 @@ class TokenBatch:
                         max(run.start, start) - start,
                         min(run.stop, stop) - start,
                         run.is_cut or run.stop > stop,
-                        max(0, min(run.stop, stop) - max(run.stop - run.drafts, start)),
+                        max(0, min(run.stop, stop) - max(run.stop - run.held, start)),
                     )
                     for run in self.runs
                     if run.start < stop and run.stop > start

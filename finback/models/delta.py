@@ -142,7 +142,7 @@ class Kda:
         for run in runs:
             state = run.state.enter(self.layer, self.new_state)
             some = rows if len(runs) == 1 else rows.part(run.rows)
-            some, kept, before = state.take(some, len(some.q) - run.drafts)
+            some, kept, before = state.take(some, len(some.q) - run.held)
             out = ops.delta_attention(some, self._rest, state.history, state.matrix, kept)
             parts.append(out[before:])
             if not run.is_cut:

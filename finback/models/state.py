@@ -19,7 +19,8 @@ class RecurrentState:
     """What a delta-attention layer remembers: a fixed number of bytes, float32.
 
     A recurrence cannot go back. So drafts do not enter the matrix: what they brought to the layer
-    is held in `pending`, and those that stand enter it with the next step's tokens.
+    is held in `pending`, and those that stand enter it with the next step's tokens. So it is with
+    the last token of a prompt where the state before it is kept.
     """
 
     matrix: Array  # (H, K, K), key by value
@@ -67,7 +68,7 @@ class RecurrentState:
         return other
 
     def take(self, rows: DeltaRows, certain: int) -> tuple[DeltaRows, int, int]:
-        """Say what is to be computed for new rows, of which the first `certain` are no drafts.
+        """Say what is to be computed for new rows, of which those after `certain` are held.
 
         Returns:
             All rows, how many of them enter the matrix, and how many are there from before.

@@ -48,6 +48,8 @@ def plan_memory(
     per_sequence = shape.state_bytes + context * shape.state_bytes_per_token
     if config.drafts != "off":
         per_sequence += MOST_DRAFTS * shape.draft_bytes
+    elif config.states is not None:
+        per_sequence += shape.draft_bytes  # of the prompt's last token
     fixed = {"interpreter": limits.resident + MARGIN, "values": 2 * needs.values_bytes}
     fixed |= {"drafts": reserved} if reserved else {}
     spine = _Spine.of(needs, ops)

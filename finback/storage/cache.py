@@ -26,6 +26,7 @@ from finback.storage.reader import Priority, Reader, Ticket
 from finback.units import human_bytes
 
 SECONDS_BETWEEN_LOOKS = 1.0
+READ_AHEAD = 384 << 20  # keeps a disk busy while a layer's other half is computed (docs/log.md)
 MUCH_PRESSURE = 0.1  # of ten seconds with something waiting for memory
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,8 @@ class ExpertCache:
     @property
     def read_ahead(self) -> int:
         """Give how many slots a layer that is read whole is read through."""
-        return max(4, len(self._slots) // 3)
+        enough = -(-READ_AHEAD // self._arena.slot_bytes)
+        return max(4, min(len(self._slots) // 3, enough))
 
     @property
     def may_guess(self) -> bool:

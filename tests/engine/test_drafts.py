@@ -134,7 +134,7 @@ def test_going_back_is_as_if_it_had_not_been(tiny: Path, stood: int) -> None:
     extend(model, state, prompt)
     for more in (drafts, drafts[::-1]):  # twice, so that some pend from before
         ids = np.array(more, np.int64)
-        run = Run(state, 0, len(ids), drafts=len(ids))
+        run = Run(state, 0, len(ids), held=len(ids))
         logits_of(model, TokenBatch(ids, (run,), np.arange(len(ids))))
         state.position += len(ids)
         state.go_back(len(prompt) + stood)  # of the second four none stand

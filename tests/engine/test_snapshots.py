@@ -263,6 +263,28 @@ def test_texts_go_on_from_kept_states_as_they_would_have(
         assert len(rated.prompt_logprobs) == len(longer) - 1  # which needs every row
 
 
+@pytest.mark.parametrize("rows", [256, 20, 7])
+def test_the_same_prompt_again_needs_one_row(tiny: Path, tmp_path: Path, rows: int) -> None:
+    options: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "logprobs": 2}
+    with LLM(tiny) as llm:
+        ids = llm.tokenize(PROMPT)
+        expected = [llm.generate(ids, seed=seed, **options) for seed in range(3)]
+    for drafts in ("off", "lookup"):
+        folder = str(tmp_path / drafts)
+        with LLM(tiny, states=folder, max_rows=rows, drafts=drafts) as llm:
+            for seed, alone in enumerate(expected):
+                before = llm.spans.counts["rows"]
+                out = llm.generate(ids, seed=seed, **options)
+                assert (out.token_ids, out.logprobs) == (alone.token_ids, alone.logprobs)
+                assert out.stats.restored_tokens == (len(ids) - 1 if seed else 0)
+                if drafts == "off":
+                    prompt_rows = 1 if seed else len(ids)
+                    assert llm.spans.counts["rows"] - before == prompt_rows + 11
+            outs = llm.generate([ids] * 3, seed=1, **options)
+            assert [out.token_ids for out in outs] == [expected[1].token_ids] * 3
+            llm.engine.check()
+
+
 def test_a_system_message_is_computed_once(tmp_path: Path) -> None:
     system = {"role": "system", "content": "You tell stories of the sea, of ships and of whales."}
     folder = str(tmp_path / "states")
