@@ -75,7 +75,10 @@ def exit_code_of() -> int:
     try:
         app(standalone_mode=True)
     except SystemExit as leaving:
-        return leaving.code if isinstance(leaving.code, int) else 0
+        code = leaving.code if isinstance(leaving.code, int) else 0
+        if (describe := getattr(leaving.__context__, "format_message", None)) is not None:
+            _as_json(describe(), code)  # the option parser's, which it has said on stderr
+        return code
     except FinbackError as error:
         return _refuse(str(error), error.exit_code)
     except BrokenPipeError:
@@ -95,6 +98,11 @@ def _refuse(message: str, code: int) -> int:
     """Say an error in one line on stderr, and as JSON on stdout where JSON was asked for."""
     line = output.printable(message).replace("\n", "\\n")
     output.talk(f"finback: {line}")
-    if "--json" in sys.argv:
-        output.json_data({"error": {"message": line, "exit_code": code}})
+    _as_json(line, code)
     return code
+
+
+def _as_json(message: str, code: int) -> None:
+    """Say an error on stdout too where JSON was asked for."""
+    if "--json" in sys.argv:
+        output.json_data({"error": {"message": message, "exit_code": code}})

@@ -211,6 +211,17 @@ def test_a_failure_is_json_where_json_was_asked_for() -> None:
     done = finback("run", "-m", "/nowhere", "--json", "x")
     assert done.returncode == 3
     assert "no such folder" in json.loads(done.stdout)["error"]["message"]
+    for args, says in (
+        (("run", "--nosuch"), "No such option"),
+        (("run", "--max-tokens", "many", "x"), "--max-tokens"),
+        (("nosuch",), "No such command"),
+        (("cache", "list", "more"), "unexpected extra argument"),
+    ):
+        done = finback(*args, "--json")
+        assert done.returncode == 2
+        error = json.loads(done.stdout)["error"]
+        assert says in error["message"]
+        assert error["exit_code"] == 2
 
 
 def test_reasoning_and_figures_stand_on_their_own_lines() -> None:
