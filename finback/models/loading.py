@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from finback.checkpoint.index import Checkpoint
+from finback.checkpoint.index import Checkpoint, collection_paused
 from finback.config import EngineConfig
 from finback.errors import DamagedFile
 from finback.kernels.ops import Ops
@@ -77,9 +77,10 @@ def read_needs(checkpoint: Checkpoint) -> Needs:
         CheckpointError: Something is missing, damaged or unsupported.
     """
     layout = read_layout(checkpoint)
-    check = check_tensors(checkpoint, layout.tensors())
-    check.raise_if_broken(str(checkpoint.folder))
-    layouts = ExpertLayouts(checkpoint, check)
+    with collection_paused():
+        check = check_tensors(checkpoint, layout.tensors())
+        check.raise_if_broken(str(checkpoint.folder))
+        layouts = ExpertLayouts(checkpoint, check)
     sizes = [place(layouts(*key).extents)[1] for key in layouts.keys]
     values = sum(
         4 * prod(stored.spec.shape)

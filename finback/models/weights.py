@@ -159,15 +159,17 @@ def _is_stored_as(
     name: str, spec: TensorSpec, names: frozenset[str], headers: Mapping[str, TensorRef] | None
 ) -> bool:
     fmt = FORMATS[name]
-    parts = [spec.name + suffix for suffix in fmt.suffixes]
+    for suffix in fmt.suffixes:  # a million times for a large model
+        if spec.name + suffix not in names:
+            return False
     if spec.role == "embedding" and name == "fp8":
         return False  # rows are looked up alone, and share their scales there
-    if not all(part in names for part in parts) or (
-        name in PACKED_FORMATS and len(spec.shape) != 2
-    ):
+    if name in PACKED_FORMATS and len(spec.shape) != 2:
         return False
-    pairs = zip(parts, fmt.dtypes, strict=True)
-    return headers is None or all(headers[part].dtype == dtype for part, dtype in pairs)
+    if headers is None:
+        return True
+    pairs = zip(fmt.suffixes, fmt.dtypes, strict=True)
+    return all(headers[spec.name + suffix].dtype == dtype for suffix, dtype in pairs)
 
 
 def _contradictions(stored: Stored, headers: Mapping[str, TensorRef]) -> Iterator[str]:

@@ -21,12 +21,15 @@ class Extent:
 def merge(refs: Iterable[TensorRef]) -> list[Extent]:
     """Join tensors that lie side by side into as few extents as possible, keeping their order."""
     out: list[Extent] = []
+    path, start, end = None, 0, 0
     for ref in refs:
-        last = out[-1] if out else None
-        if last and last.path == ref.path and last.offset + last.num_bytes == ref.offset:
-            out[-1] = Extent(last.path, last.offset, last.num_bytes + ref.num_bytes)
-        else:
-            out.append(Extent(ref.path, ref.offset, ref.num_bytes))
+        if ref.offset != end or ref.path != path:
+            if path is not None:
+                out.append(Extent(path, start, end - start))
+            path, start = ref.path, ref.offset
+        end = ref.offset + ref.num_bytes
+    if path is not None:
+        out.append(Extent(path, start, end - start))
     return out
 
 
