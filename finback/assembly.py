@@ -93,8 +93,8 @@ def assemble(folder: Path, config: EngineConfig, spans: Spans) -> Assembly:
         if config.drafts != "off":
             engine.drafts = make_controller(loaded.model)
         if small is not None:
-            model = small.engine.model
-            engine.make_drafter = lambda s: ModelDrafter(model, s.sampling, s.seed)
+            model, memory = small.engine.model, small.engine.memory
+            engine.make_drafter = lambda s: ModelDrafter(model, s.sampling, s.seed, memory)
         if config.states is not None:
             engine.snapshots = _open_states(needs.checkpoint, config, ops, loaded)
             engine.keep_every = config.keep_every or engine.keep_every

@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -129,11 +129,15 @@ class LLM:
         while not self._loaded.reader.is_idle:
             time.sleep(0.001)  # only before a measurement: nothing tells when a guess is read
 
-    def record_reads(self) -> list[Extent]:
-        """Note from now on every request to a disk, in the order they end; the list grows."""
+    @contextmanager
+    def record_reads(self) -> Iterator[list[Extent]]:
+        """Note every request to a disk inside the block, in the order they end."""
         requests: list[Extent] = []
         self._loaded.reader.on_read = requests.append
-        return requests
+        try:
+            yield requests
+        finally:
+            self._loaded.reader.on_read = None
 
     def record_routes(self) -> Recorder:
         """Note from now on which experts are used; the recorder gives the trace."""

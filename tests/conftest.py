@@ -14,7 +14,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # A busy machine is no reason to fail.
-settings.register_profile("finback", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The same examples each time, unless more are asked for.
+settings.register_profile(
+    "finback",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="FINBACK_EXAMPLES" not in os.environ,
+)
 settings.load_profile("finback")
 
 DATA = Path(__file__).parent / "data"

@@ -2,8 +2,9 @@
 
 The bound of a round is counted, not fitted: bytes that were read at the disk's ceiling, and
 multiplications that were done at this machine's matrix rates (of experts as they are stored, and of
-bfloat16 for the rest); the larger of the two, as if the other were hidden behind it. Rounds of all
-numbers of sequences alternate; medians.
+bfloat16 for the rest); the larger of the two, as if the other were hidden behind it. Where layers
+are read again for every step a ceiling of random pieces is none: there the bytes count at the rate
+of the same requests alone. Rounds of all numbers of sequences alternate; medians.
 """
 
 import statistics
@@ -57,7 +58,8 @@ class BatchReport:
     """All numbers of sequences, and the limits of the same run."""
 
     ceiling_gbps: float = 0.0
-    again_gbps: float | None = None  # of the same requests alone, where layers are read again
+    # Of the same requests alone: the disk's limit where layers are read again for every step.
+    again_gbps: float | None = None
     matrix_gflops: float = 0.0  # with experts
     spine_gflops: float = 0.0  # with bfloat16
     rows: list[BatchRow] = field(default_factory=list)
@@ -123,8 +125,8 @@ def measure_batch(
                     raise UsageError(f"{folder}: too small to measure a disk with")
                 ceilings.append(ceiling.gbps)
                 rates.append(measure_matrices(llm.ops, experts.weight(llm.ops), needs))
-                requests = llm.record_reads()
-                profile = decode(llm, count, tokens)
+                with llm.record_reads() as requests:
+                    profile = decode(llm, count, tokens)
                 again = None
                 if llm.plan.streamed:  # of which the ceiling on random pieces is none
                     some = last_of(requests, profile.bytes_read)

@@ -110,6 +110,8 @@ def _measure_k3(
     firsts, restores = list[float](), list[float]()
     memory = MemoryPool()
     with closing(Reader(Spans())) as reader:
+        write_state(path, "bench", tokens, state)
+        read_state(path, "bench", tokens, shapes, reader, memory).release()
         for number in range(rounds):
             progress(f"round {number + 1} of {rounds}: a state of Kimi K3's size")
             start = time.perf_counter()

@@ -37,7 +37,7 @@ class StreamReport:
     """Medians of all rounds; `decode` as `Profile.as_json`."""
 
     ceiling_gbps: float = 0.0
-    again_gbps: float = 0.0  # plain threads that make the requests of decoding once more
+    again_gbps: float | None = None  # plain threads that make decoding's requests once more
     reader_gbps: float = 0.0
     reader_core_s_per_gb: float = 0.0
     huge_page_share: float | None = None
@@ -48,7 +48,7 @@ class StreamReport:
     plan: dict[str, int] = field(default_factory=dict)
     streamed_groups: int = 0
     expert_slots: int = 0
-    rounds: list[dict[str, float]] = field(default_factory=list)
+    rounds: list[dict[str, float | None]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """Give the report as plain values."""
@@ -106,7 +106,7 @@ def _measure_rounds(
     progress: Callable[[str], None],
 ) -> None:
     """Take ceiling, reader and decoding in turn, and write the medians into the report."""
-    rows: list[tuple[float, float, float, float, Profile]] = []
+    rows: list[tuple[float, float, float, float | None, Profile]] = []
     for number in range(rounds):
         progress(f"round {number + 1} of {rounds}: disk")
         ceiling = measure_ceiling(paths, memory=experts.memory)
@@ -115,23 +115,30 @@ def _measure_rounds(
         progress(f"round {number + 1} of {rounds}: reader")
         reader, core = experts.measure()
         progress(f"round {number + 1} of {rounds}: decoding")
-        requests = llm.record_reads()
-        profile = _decode(llm, tokens)
+        with llm.record_reads() as requests:
+            profile = _decode(llm, tokens)
         progress(f"round {number + 1} of {rounds}: the same reads alone")
         again = measure_again(last_of(requests, profile.bytes_read), memory=experts.memory)
-        rows.append((ceiling.gbps, reader, core, again.gbps if again else ceiling.gbps, profile))
+        rows.append((ceiling.gbps, reader, core, again.gbps if again else None, profile))
     ceilings, readers, cores, agains, profiles = zip(*rows, strict=True)
     report.ceiling_gbps = statistics.median(ceilings)
     report.reader_gbps = statistics.median(readers)
     report.reader_core_s_per_gb = statistics.median(cores)
-    report.again_gbps = statistics.median(agains)
+    known = [rate for rate in agains if rate is not None]
+    report.again_gbps = statistics.median(known) if known else None
     figures = [p.as_json(tokens, c) for p, c in zip(profiles, ceilings, strict=True)]
-    for figure, profile, rate in zip(figures, profiles, agains, strict=True):
-        figure["of_again"] = profile.gbps / rate
     report.decode = {name: _median([f[name] for f in figures]) for name in figures[0]}
+    shares = [row[-1].gbps / row[3] for row in rows if row[3] is not None]
+    report.decode["of_again"] = statistics.median(shares) if shares else None
     report.rounds = [
-        {"ceiling_gbps": c, "reader_gbps": r, "gbps": p.gbps, "tokens_per_s": tokens / p.wall_s}
-        for c, r, _, _, p in rows
+        {
+            "ceiling_gbps": c,
+            "reader_gbps": r,
+            "again_gbps": a,
+            "gbps": p.gbps,
+            "tokens_per_s": tokens / p.wall_s,
+        }
+        for c, r, _, a, p in rows
     ]
 
 

@@ -124,13 +124,15 @@ def stream(
         output.json_data(report.as_json())
         return
     d = report.decode
+    share = d["of_again"]
+    again = "" if share is None else f", {share:.2f} of the same reads alone"
     output.data(
         f"disk      {report.ceiling_gbps:.2f} GB/s; the reader alone {report.reader_gbps:.2f} "
         f"({report.reader_gbps / report.ceiling_gbps:.2f} of it), "
         f"{report.reader_core_s_per_gb:.3f} core-seconds per GB\n"
         f"decode    {d['tokens_per_s']:.3g} tokens/s, {human_bytes(d['bytes_per_token'])} read "
-        f"per token, {d['gbps']:.2f} GB/s ({d['of_ceiling']:.2f} of the disk, "
-        f"{d['of_again']:.2f} of the same reads alone)\n"
+        f"per token, {d['gbps']:.2f} GB/s ({d['of_ceiling']:.2f} of the disk"
+        f"{again})\n"
         f"seconds   {d['wall_s']:.2f}: computing {d['compute_s']:.2f}, waiting "
         f"{d['wait_s']:.2f}, other {d['other_s']:.2f}; reading {d['read_s']:.2f} beside it\n"
         f"experts   {d['hit_rate']:.0%} were in memory, {report.expert_slots} slots; "

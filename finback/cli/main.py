@@ -103,6 +103,11 @@ def _refuse(message: str, code: int) -> int:
 
 
 def _as_json(message: str, code: int) -> None:
-    """Say an error on stdout too where JSON was asked for."""
-    if "--json" in sys.argv:
+    """Say an error on stdout too where JSON was asked for, if anybody still reads it."""
+    words = sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv
+    if "--json" not in words:
+        return
+    try:
         output.json_data({"error": {"message": message, "exit_code": code}})
+    except OSError:
+        output.close_quietly()

@@ -15,6 +15,7 @@ from finback.config import SamplingParams
 from finback.engine.sampler import pick
 from finback.models.base import BLOCK_ROWS, Model, Run, TokenBatch
 from finback.models.state import SequenceState
+from finback.storage.arena import MemoryPool
 
 GRAM = 3  # tokens that must have occurred before, for what followed them to be drafted
 MOST = 16  # drafts of a sequence in a step
@@ -33,6 +34,10 @@ class Drafter(Protocol):
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """Give at most `most` tokens that may follow `tokens`, which only ever grow."""
+        ...
+
+    def release(self) -> None:
+        """Free what is held: the sequence has ended."""
         ...
 
 
@@ -60,6 +65,9 @@ class PromptLookup:
         found = self._ends.get(tuple(tokens[-GRAM:]))
         return [] if found is None else list(tokens[found : found + most])
 
+    def release(self) -> None:
+        """Do nothing: all that is held is Python's."""
+
 
 class ModelDrafter:
     """Drafts what a smaller model would write, with the same noise. Belongs to one sequence.
@@ -70,16 +78,19 @@ class ModelDrafter:
 
     is_free = False
 
-    def __init__(self, model: Model, sampling: SamplingParams, seed: int) -> None:
+    def __init__(
+        self, model: Model, sampling: SamplingParams, seed: int, memory: MemoryPool
+    ) -> None:
         """Start with nothing computed.
 
         Args:
             model: Of the same vocabulary; stays the caller's.
             sampling: Of the sequence; penalties and limits of its form are not followed here.
             seed: Of the sequence.
+            memory: Of states; stays the caller's.
         """
         self._model, self._sampling, self._seed = model, sampling, seed
-        self._state = SequenceState()
+        self._state = SequenceState(memory=memory)
         self._last = np.empty(0, np.float32)  # logits after what was computed
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
@@ -101,6 +112,10 @@ class ModelDrafter:
         finally:
             state.release()
         return drafts
+
+    def release(self) -> None:
+        """See `Drafter.release`."""
+        self._state.release()
 
     def _extend(self, state: SequenceState, tokens: Sequence[int]) -> Array:
         """Compute tokens and give the logits (V,) after the last."""

@@ -57,6 +57,8 @@ class Engine:
         self.make_drafter: Callable[[Sequence], Drafter] = lambda sequence: PromptLookup()
         self.drafts: DraftController | None = None  # says how many pay; none are made without
         self.memory = MemoryPool()  # of states
+        self._is_stepping = False
+        self._ended: list[Sequence] = []  # what they hold is freed when no step is under way
         self._numbers = itertools.count(1)
 
     @property
@@ -198,6 +200,7 @@ class Engine:
         if batch is None:
             return []
         with self.spans.span("step"):
+            self._is_stepping = True
             try:
                 deltas = self._run(batch)
             except FinbackError as error:
@@ -207,7 +210,10 @@ class Engine:
                     self._scheduler.remove(sequence.number)
                 raise
             finally:
-                self._forget_ended(batch)
+                self._is_stepping = False
+                live = self._scheduler.numbers
+                self._ended += [one for one in batch.sequences if one.number not in live]
+                self._free_ended()
         if self.drafts is not None:
             self._learn(self.drafts, batch, time.perf_counter() - start)
         self.spans.count("steps", 1)
@@ -218,12 +224,17 @@ class Engine:
         return deltas
 
     def abort(self, number: int) -> Delta | None:
-        """Drop a sequence between two steps; unknown or finished numbers are no error."""
+        """Drop a sequence; unknown or finished numbers are no error.
+
+        May come at any time: Python may end a forgotten stream in the middle of a step.
+        """
         sequence = self._scheduler.remove(number)
         if sequence is None:
             return None
-        self._free(sequence)
         sequence.finish_reason = "abort"
+        self._ended.append(sequence)
+        if not self._is_stepping:
+            self._free_ended()
         return Delta(number, finish_reason="abort")
 
     def logits(self, token_ids: Seq[int]) -> Array:
@@ -289,6 +300,7 @@ class Engine:
             lengths = [len(sequence.tokens) for sequence in batch.sequences]
             for sequence, run in zip(batch.sequences, batch.tokens.runs, strict=True):
                 sequence.state.position += run.stop - run.start
+                sequence.held = 0 if sequence.drafts else run.held
             gained: dict[int, Delta] = {}
             with closing(self.model.logits(rows, HEAD_ROWS)) as blocks:
                 each = itertools.chain.from_iterable(blocks)
@@ -370,7 +382,7 @@ class Engine:
         """Keep a state at the end of a prompt and of an answer, and every so many tokens."""
         if self.snapshots is None or sequence.is_only_rated or sequence.state.is_spilled:
             return
-        if sequence.finish_reason == "error":
+        if sequence.finish_reason in ("error", "abort"):
             return
         position = sequence.state.position
         is_boundary = (
@@ -391,16 +403,15 @@ class Engine:
         self.snapshots.save(sequence.tokens[:position], sequence.state)
         sequence.kept_at, sequence.kept_when = position, time.monotonic()
 
-    def _forget_ended(self, batch: Batch) -> None:
-        for sequence in batch.sequences:
-            if sequence.number not in self._scheduler:
-                self._free(sequence)
-
-    def _free(self, sequence: Sequence) -> None:
-        """Free what a sequence that has ended holds in memory and in the spill file."""
-        if self.spill is not None and sequence.state.is_spilled:
-            self.spill.forget(sequence.state)
-        sequence.state.release()
+    def _free_ended(self) -> None:
+        """Free what sequences that have ended hold in memory and in the spill file."""
+        while self._ended:
+            sequence = self._ended.pop()
+            if self.spill is not None and sequence.state.is_spilled:
+                self.spill.forget(sequence.state)
+            sequence.state.release()
+            if sequence.drafter is not None:
+                sequence.drafter.release()
 
     def _propose(self, controller: DraftController) -> None:
         """Draft for every answer that goes on, as far as it pays."""

@@ -142,8 +142,7 @@ class Scheduler:
             drafts = sequence.drafts = drafts[: max(0, count - sequence.behind)]
             spare -= len(drafts)
             ends_prompt = start + count == sequence.num_prompt and not sequence.state.is_spilled
-            sequence.held = int(sequence.holds_last and ends_prompt)
-            held = len(drafts) or sequence.held
+            held = len(drafts) or int(sequence.holds_last and ends_prompt)
             runs.append(Run(sequence.state, len(ids), len(ids) + count, held=held))
             drafted.append(len(drafts))
             for index in range(max(start + 1, sequence.rated_from), start + count + 1):

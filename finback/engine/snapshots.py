@@ -301,21 +301,21 @@ def _read_parts(
     """Read all layers at once, each into the memory where it stays, and check them as they come."""
     state, tickets = SequenceState(position=position, memory=pool), dict[int, Ticket]()
     places: dict[int, tuple[int, Bytes]] = {}
-    for layer in dict.fromkeys(layer for layer, _ in parts):
-        mine = [one for key, one in parts.items() if key[0] == layer]
-        if (layer, "rows") in parts:
-            rows = shapes[layer, "rows"]
-            memory = reserve(_in_blocks(mine[0]["bytes"] + ROOM * 4 * rows[1]))
-            state.layers[layer] = LatentState.on(memory, rows[1], rows[0])
-        else:
-            pair = shapes[layer, "matrix"], shapes[layer, "history"]
-            memory = pool.take(RecurrentState.bytes_of(*pair))
-            state.layers[layer] = RecurrentState.on(memory, *pair)
-        num_bytes = sum(one["bytes"] for one in mine)
-        extent = Extent(path, start + mine[0]["at"], num_bytes)
-        tickets[layer] = reader.submit([extent], memory, role="state")
-        places[layer] = (mine[0]["at"], memory)
     try:
+        for layer in dict.fromkeys(layer for layer, _ in parts):
+            mine = [one for key, one in parts.items() if key[0] == layer]
+            if (layer, "rows") in parts:
+                rows = shapes[layer, "rows"]
+                memory = reserve(_in_blocks(mine[0]["bytes"] + ROOM * 4 * rows[1]))
+                state.layers[layer] = LatentState.on(memory, rows[1], rows[0])
+            else:
+                pair = shapes[layer, "matrix"], shapes[layer, "history"]
+                memory = pool.take(RecurrentState.bytes_of(*pair))
+                state.layers[layer] = RecurrentState.on(memory, *pair)
+            num_bytes = sum(one["bytes"] for one in mine)
+            extent = Extent(path, start + mine[0]["at"], num_bytes)
+            tickets[layer] = reader.submit([extent], memory, role="state")
+            places[layer] = (mine[0]["at"], memory)
         for (layer, kind), one in parts.items():
             reader.wait([tickets[layer]])
             first, memory = places[layer]
@@ -384,8 +384,10 @@ def _is_sound(header: object) -> bool:
 
     if not isinstance(header, dict) or not isinstance(header.get("model"), str):
         return False
+    if not header["model"].isascii():
+        return False
     tokens, arrays = header.get("tokens"), header.get("arrays")
-    if not isinstance(tokens, list) or not all(is_count(token) for token in tokens):
+    if not isinstance(tokens, list) or not tokens or not all(map(is_count, tokens)):
         return False
     if not is_count(header.get("bytes")) or not isinstance(arrays, list):
         return False

@@ -98,7 +98,7 @@ class TokenBatch:
         while start < len(self.ids):
             stop = min(start + size, len(self.ids))
             for run in self.runs:
-                if run.held and start < run.start < stop < run.stop:
+                if run.held > 1 and start < run.start < stop < run.stop:
                     stop = run.start
             yield (
                 slice(start, stop),

@@ -266,7 +266,9 @@ class StateSpill:
     def _put(self, state: SequenceState, layer: int, part: LayerState) -> "_Spilled":
         spilled = self._parts.get((state, layer))
         if spilled is None:
-            spilled = _Spilled(self._file.place(part.room_for(self._context)))
+            spilled = _Spilled(
+                self._file.place(part.room_for(self._context), isinstance(part, RecurrentState))
+            )
             self._parts[state, layer] = spilled
         spilled.put(self._file, part)
         return spilled

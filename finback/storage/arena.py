@@ -75,18 +75,16 @@ class MemoryPool:
 
     def __init__(self) -> None:
         """Hold nothing yet."""
-        self._idle: dict[int, list[Bytes]] = {}
+        self._idle: dict[int, dict[int, Bytes]] = {}  # by size and address
 
     def take(self, num_bytes: int) -> Bytes:
         """Give memory as `reserve` does, but holding anything; the caller's until given back."""
         idle = self._idle.get(num_bytes)
-        return idle.pop() if idle else reserve(num_bytes)
+        return idle.popitem()[1] if idle else reserve(num_bytes)
 
     def give_back(self, memory: Bytes) -> None:
         """Take back, from `take`, what nobody looks at any more."""
-        idle = self._idle.setdefault(len(memory), [])
-        assert not any(one.ctypes.data == memory.ctypes.data for one in idle)
-        idle.append(memory)
+        self._idle.setdefault(len(memory), {})[memory.ctypes.data] = memory
 
     @property
     def num_bytes(self) -> int:

@@ -12,11 +12,10 @@ from finback.checkpoint.formats import Bytes
 from finback.errors import ReadError
 from finback.storage.arena import BLOCK, huge_bytes, reserve
 from finback.storage.extents import Extent
-from finback.storage.files import OpenFile
+from finback.storage.files import Files
 
 PIECE = 8 << 20
 LEAST_MEMORY = 32 << 20  # four pieces
-MOST_FILES = 48  # open at once
 MEMORY_BYTES = 128 << 20  # more than a cache, as what is read for use: into 32 MB it is 8 % faster
 
 
@@ -61,7 +60,8 @@ def measure_again(
 ) -> DiskRate | None:
     """Read what was read, request by request in the same order, as `measure_ceiling` does.
 
-    What a disk gives depends on what is read: here by threads that do nothing else.
+    What a disk gives depends on what is read: here by threads that do nothing else. All is read
+    directly, also small requests that the reader takes through the page cache.
 
     Args:
         requests: Of whole blocks, as the reader made them.
@@ -78,8 +78,6 @@ def measure_again(
 def _read_all(
     places: Sequence[Extent], seconds: float, threads: int, memory: Bytes | None
 ) -> DiskRate | None:
-    chosen = set(list(dict.fromkeys(one.path for one in places))[:MOST_FILES])
-    places = [one for one in places if one.path in chosen]
     if len(places) < threads:
         return None
     piece = max(one.num_bytes for one in places)
@@ -87,21 +85,24 @@ def _read_all(
         memory = reserve(max(MEMORY_BYTES, piece * threads))
     memory[::BLOCK] = 0  # taken before the clock runs
     order, slots = iter(places), itertools.cycle(range(len(memory) // piece))
-    lock, done, stop = Lock(), [0], 0.0
+    lock, files, stop = Lock(), Files(), 0.0
+    done, errors = [0], list[OSError]()
 
     def work() -> None:
-        while time.perf_counter() < stop:
+        while time.perf_counter() < stop and not errors:
             with lock:
                 if (one := next(order, None)) is None:
                     return
                 start = next(slots) * piece
-            count = _read(files[one.path], memory[start : start + one.num_bytes], one.offset)
+            try:
+                count = _read(files, one, memory[start : start + one.num_bytes])
+            except OSError as error:
+                errors.append(error)
+                return
             with lock:
                 done[0] += count
 
-    files: dict[Path, OpenFile] = {}
     try:
-        files.update({path: OpenFile(path, direct=True) for path in chosen})
         workers = [Thread(target=work) for _ in range(threads)]
         start = time.perf_counter()
         stop = start + seconds
@@ -110,13 +111,13 @@ def _read_all(
         for worker in workers:
             worker.join()
         gbps = done[0] / (time.perf_counter() - start) / 1e9
-        huge = huge_bytes(memory)
-        return DiskRate(gbps, None if huge is None else huge / len(memory))
-    except OSError as error:
-        raise ReadError(f"{error.filename}: cannot be read ({error.strerror})") from error
     finally:
-        for file in files.values():
-            file.close()
+        files.close()
+    if errors:
+        path = errors[0].filename or places[0].path.parent
+        raise ReadError(f"{path}: cannot be read ({errors[0].strerror})")
+    huge = huge_bytes(memory)
+    return DiskRate(gbps, None if huge is None else huge / len(memory))
 
 
 def _places(paths: Sequence[Path], piece: int) -> list[Extent]:
@@ -128,11 +129,14 @@ def _places(paths: Sequence[Path], piece: int) -> list[Extent]:
     return [Extent(path, at // BLOCK * BLOCK, piece) for path, at in found]
 
 
-def _read(file: OpenFile, memory: Bytes, offset: int) -> int:
-    done = 0
-    while done < len(memory):
-        count = file.read(memory.data[done:], offset + done)
-        done += count
-        if count == 0 or done % BLOCK:
-            break  # the end
+def _read(files: Files, extent: Extent, memory: Bytes) -> int:
+    done, file = 0, files.acquire(extent.path)
+    try:
+        while done < len(memory):
+            count = file.read(memory.data[done:], extent.offset + done)
+            done += count
+            if count == 0 or done % BLOCK:
+                break  # the end
+    finally:
+        files.release(file)
     return done

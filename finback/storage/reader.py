@@ -8,7 +8,7 @@ import heapq
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -58,7 +58,7 @@ class _Piece:
     ticket: Ticket
     path: Path
     offset: int  # on a block's border
-    needed: int  # bytes from there that must come
+    needed: int  # bytes from there that must come; more where neighbours have been joined
     memory: memoryview  # of the whole ticket
     at: int  # where in it the piece begins
     num_bytes: int  # of whole blocks
@@ -79,6 +79,25 @@ class _Piece:
         )
 
 
+@dataclass(slots=True)
+class _Queue:
+    """What is to be read from one disk, with the condition that there is something."""
+
+    filled: Condition
+    heap: list[tuple[int, int, _Piece]] = field(default_factory=list)
+    waiting: int = 0  # pieces in it that nobody has taken or given up
+
+    @property
+    def left(self) -> Iterator[_Piece]:
+        """Go through those."""
+        return (piece for *_, piece in self.heap if not piece.is_taken)
+
+    def take(self, piece: _Piece) -> None:
+        """Take a piece, or give it up; it stays in the heap until its turn."""
+        piece.is_taken = True
+        self.waiting -= 1
+
+
 class Reader:
     """Reads extents into memory given by the caller. Owns threads and open files until closed."""
 
@@ -93,14 +112,14 @@ class Reader:
         self._spans, self._threads, self._files = spans, threads, Files(direct)
         self._lock = Lock()
         self._done = Condition(self._lock)
-        self._queues: dict[int, list[tuple[int, int, _Piece]]] = {}
-        self._filled: dict[int, Condition] = {}  # of each queue
+        self._queues: dict[int, _Queue] = {}
         self._devices: dict[Path, int] = {}
         self._serial = itertools.count()
         self._under_way, self._since = 0, 0.0
         self._workers: list[Thread] = []
         self._is_closed = False
-        self.on_read: Callable[[Extent], None] | None = None  # told every request, in any thread
+        # Told every request, in any thread; must be short and raise nothing.
+        self.on_read: Callable[[Extent], None] | None = None
 
     def submit(
         self,
@@ -140,6 +159,8 @@ class Reader:
             if self._is_closed:
                 raise ReadError(f"{extents[0].path}: the model has been closed")
             self._enqueue(ticket)
+            for piece in ticket.pieces:
+                self._queues[self._device(piece.path)].waiting += 1
         return ticket
 
     def promote(self, ticket: Ticket) -> None:
@@ -155,7 +176,7 @@ class Reader:
             ticket.is_cancelled = True  # what it has read must not be used
             for piece in ticket.pieces:
                 if not piece.is_taken:
-                    piece.is_taken = True
+                    self._queues[self._device(piece.path)].take(piece)
                     ticket.left -= 1
             self._done.notify_all()
 
@@ -177,10 +198,10 @@ class Reader:
         """Give up everything that waits, and wait for what is under way."""
         with self._lock:
             for queue in self._queues.values():
-                for _, _, piece in queue:
-                    if not piece.is_taken:
-                        piece.is_taken = piece.ticket.is_cancelled = True
-                        piece.ticket.left -= 1
+                for piece in queue.left:
+                    queue.take(piece)
+                    piece.ticket.is_cancelled = True
+                    piece.ticket.left -= 1
             self._done.notify_all()
             while self._under_way:
                 self._done.wait()
@@ -218,23 +239,19 @@ class Reader:
     def is_idle(self) -> bool:
         """Tell whether no read is waiting or under way."""
         with self._lock:
-            return self._under_way == 0 and not any(
-                not piece.is_taken for queue in self._queues.values() for *_, piece in queue
-            )
+            return self._under_way == 0 and not any(q.waiting for q in self._queues.values())
 
     def close(self) -> None:
         """Stop the threads after the pieces under way and close every file; later reads fail."""
         with self._lock:
             self._is_closed = True
             for queue in self._queues.values():
-                for _, _, piece in queue:
-                    if not piece.is_taken:
-                        piece.is_taken = True
-                        piece.ticket.error = ReadError(f"{piece.path}: the model has been closed")
-                        piece.ticket.left -= 1
-                queue.clear()
-            for filled in self._filled.values():
-                filled.notify_all()
+                for piece in queue.left:
+                    queue.take(piece)
+                    piece.ticket.error = ReadError(f"{piece.path}: the model has been closed")
+                    piece.ticket.left -= 1
+                queue.heap.clear()
+                queue.filled.notify_all()
             self._done.notify_all()
         for worker in self._workers:
             worker.join()
@@ -245,6 +262,8 @@ class Reader:
         with self._lock:
             assert self._under_way >= 0
             assert not self._is_closed or self._under_way == 0
+            for queue in self._queues.values():
+                assert queue.waiting == len({id(piece) for piece in queue.left})
 
     def _enqueue(self, ticket: Ticket) -> None:
         for piece in ticket.pieces:
@@ -252,14 +271,14 @@ class Reader:
                 continue
             device = self._device(piece.path)
             if device not in self._queues:
-                self._queues[device] = []
-                self._filled[device] = Condition(self._lock)
+                self._queues[device] = _Queue(Condition(self._lock))
                 for _ in range(self._threads):
                     worker = Thread(target=self._work, args=(device,), daemon=True)
                     self._workers.append(worker)
                     worker.start()
-            heapq.heappush(self._queues[device], (int(ticket.priority), next(self._serial), piece))
-            self._filled[device].notify()
+            queue = self._queues[device]
+            heapq.heappush(queue.heap, (int(ticket.priority), next(self._serial), piece))
+            queue.filled.notify()
 
     def _device(self, path: Path) -> int:
         if path not in self._devices:
@@ -270,17 +289,17 @@ class Reader:
         return self._devices[path]
 
     def _work(self, device: int) -> None:
-        queue, filled = self._queues[device], self._filled[device]
+        queue = self._queues[device]
         while True:
             with self._lock:
-                while not queue and not self._is_closed:
-                    filled.wait()
-                if not queue:
+                while not queue.heap and not self._is_closed:
+                    queue.filled.wait()
+                if not queue.heap:
                     return
-                piece = heapq.heappop(queue)[2]
+                piece = heapq.heappop(queue.heap)[2]
                 if piece.is_taken:  # read or given up already
                     continue
-                piece.is_taken = True
+                queue.take(piece)
                 self._join_neighbours(piece, queue)
                 if self._under_way == 0:
                     self._since = time.perf_counter()
@@ -304,20 +323,25 @@ class Reader:
                         counts[f"bytes_read_{ticket.role}"] += ticket.num_bytes
                     self._done.notify_all()
 
-    def _join_neighbours(self, piece: _Piece, queue: list[tuple[int, int, _Piece]]) -> None:
-        """Read what follows in the same request, unless other threads would have nothing to do."""
-        while len(queue) > self._threads:
-            following = queue[0][2]
+    def _join_neighbours(self, piece: _Piece, queue: _Queue) -> None:
+        """Read what follows in the same request, unless other threads would have nothing to do.
+
+        Only what somebody waits for: a request under way cannot be given up, nor be overtaken.
+        """
+        if piece.ticket.priority != Priority.DEMAND:
+            return
+        while queue.waiting > self._threads:
+            following = queue.heap[0][2]
             if not following.is_taken:
                 if not piece.is_followed_by(following):
                     return
                 if piece.num_bytes + following.num_bytes > MOST_AT_ONCE:
                     return
-                following.is_taken = True
+                queue.take(following)
                 piece.needed = following.offset + following.needed - piece.offset
                 piece.num_bytes += following.num_bytes
                 piece.ticket.left -= 1
-            heapq.heappop(queue)
+            heapq.heappop(queue.heap)
 
     def _fill(self, piece: _Piece) -> ReadError | None:
         try:

@@ -30,6 +30,7 @@ class Place:
     num_bytes: int = 0
     writing: "Future[None] | None" = None
     reading: Ticket | None = None
+    goes_round: bool = False  # its memory, as all such parts are of one size
     memory: Bytes = field(default_factory=lambda: reserve(0))  # of what is read
 
 
@@ -61,14 +62,19 @@ class SpillFile:
         self._end, self._free = 0, dict[int, list[int]]()
         self._memory = memory  # goes round: taken anew each time it would leave holes that stay
 
-    def place(self, room: int) -> Place:
-        """Give a part of at most `room` bytes a place."""
+    def place(self, room: int, goes_round: bool = False) -> Place:
+        """Give a part of at most `room` bytes a place.
+
+        Args:
+            room: Bytes.
+            goes_round: Whoever takes the part gives its memory to `recycle` in the end.
+        """
         size = -(-room // BLOCK) * BLOCK
         free = self._free.get(size)
         if free:
-            return Place(free.pop(), size)
+            return Place(free.pop(), size, goes_round=goes_round)
         self._end += size
-        return Place(self._end - size, size)
+        return Place(self._end - size, size, goes_round=goes_round)
 
     def give_up(self, place: Place) -> None:
         """Free a place; what is under way there ends first."""
@@ -101,11 +107,12 @@ class SpillFile:
         """
         if place.writing is None:
             return
-        writing, place.writing = place.writing, None
         try:
             with self._spans.span("wait"):
-                writing.result()
+                place.writing.result()
+            place.writing = None  # but not after Ctrl-C: it goes on
         except OSError as error:
+            place.writing = None
             raise CapacityError(
                 f"{self._name}: states cannot be written ({error.strerror}); free some room there, "
                 "or run fewer sequences together"
@@ -115,7 +122,8 @@ class SpillFile:
         """Begin to read a part, if it is not under way already."""
         if place.reading is None and place.num_bytes:
             self.settle(place)
-            place.memory = self._memory.take(-(-place.num_bytes // BLOCK) * BLOCK)
+            take = self._memory.take if place.goes_round else reserve
+            place.memory = take(-(-place.num_bytes // BLOCK) * BLOCK)
             extent = Extent(self.path, place.offset, place.num_bytes)
             place.reading = self._reader.submit([extent], place.memory, Priority.AHEAD, "state")
 

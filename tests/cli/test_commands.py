@@ -222,6 +222,11 @@ def test_a_failure_is_json_where_json_was_asked_for() -> None:
         error = json.loads(done.stdout)["error"]
         assert says in error["message"]
         assert error["exit_code"] == 2
+    command = " ".join(COMMAND)
+    for line in (f"{command} run --json --nosuch > /dev/full", f"{command} run -- --json x | cat"):
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+        assert "Traceback" not in done.stderr
+        assert "error" not in done.stdout
 
 
 def test_reasoning_and_figures_stand_on_their_own_lines() -> None:

@@ -20,6 +20,7 @@ from finback.errors import UsageError
 from finback.models.base import Run, TokenBatch
 from finback.models.state import SequenceState
 from finback.spans import Spans
+from finback.storage.arena import MemoryPool
 from tests.conftest import DATA, EXAMPLES, TINY
 from tests.engine.test_engine import Counting
 from tests.helpers import extend, load_all, logits_of
@@ -345,7 +346,7 @@ def test_models_of_one_vocabulary_draft_for_each_other() -> None:
 
 
 def test_a_small_model_may_be_asked_twice(tiny: Path) -> None:
-    drafter = ModelDrafter(load_all(tiny).model, SamplingParams(temperature=0), 1)
+    drafter = ModelDrafter(load_all(tiny).model, SamplingParams(temperature=0), 1, MemoryPool())
     assert drafter.propose([1, 2, 3], 4) == drafter.propose([1, 2, 3], 4)
     assert len(drafter.propose([1, 2, 3], 2)) == 2
 

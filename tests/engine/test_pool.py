@@ -1,11 +1,18 @@
 """Memory of states goes round: used again, never by two, never more than was in use at once."""
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from finback import LLM, Request
+from finback.config import SamplingParams
+from finback.engine import snapshots
+from finback.engine.drafts import DraftController
+from finback.engine.snapshots import list_snapshots
 from finback.storage.arena import MemoryPool
 from tests.conftest import DATA
 
@@ -56,3 +63,62 @@ def test_what_fails_leaves_its_memory_too() -> None:
         llm.engine.model.forward = forward  # type: ignore[method-assign]
         llm.engine.check()
         assert llm.engine.memory.num_bytes == held
+
+
+def drop_in_a_step(llm: LLM, numbers: tuple[int, ...]) -> None:
+    calls, linear = itertools.count(), llm.ops.linear
+
+    def drop(*args: Any) -> Any:
+        if next(calls) == 3:
+            for number in numbers:
+                llm.engine.abort(number)
+        return linear(*args)
+
+    llm.ops.linear = drop  # type: ignore[method-assign]
+
+
+def test_a_stream_that_is_forgotten_in_the_middle_of_a_step_harms_no_other(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """Python may end a generator at any time; what the step works on must stay until its end."""
+    options = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+    with LLM(tiny) as llm:
+        alone = [llm.generate(prompt, **options).token_ids for prompt in PROMPTS]
+    ways: tuple[dict[str, Any], ...] = (
+        {},
+        {"max_sequences": 3, "resident_sequences": 1},
+        {"states": str(tmp_path / "states")},
+    )
+    for way in ways:
+        with LLM(tiny, **way) as llm:
+            engine = llm.engine
+            text = engine.add_text(llm.tokenize("The whale and the sea"), 1)
+            params = SamplingParams(**options)
+            numbers = [engine.add(llm.tokenize(prompt), params) for prompt in PROMPTS]
+            drop_in_a_step(llm, (numbers[0], text))
+            answers: dict[int, list[int]] = {number: [] for number in numbers}
+            while not engine.is_idle:
+                for delta in engine.step():
+                    assert delta.error is None
+                    answers.setdefault(delta.number, []).extend(delta.token_ids)
+            assert [answers[number] for number in numbers[1:]] == alone[1:]
+            engine.check()
+            for path in (tmp_path / "states").glob("*"):
+                assert path.suffix == ".state"
+    with LLM(tiny, states=str(tmp_path / "states")) as llm:
+        assert llm.engine.snapshots is not None
+        for one in list_snapshots(tmp_path / "states"):
+            header, _ = snapshots._read_header(one.path)
+            assert llm.engine.snapshots.load(one, header["tokens"], llm.engine.model, MemoryPool())
+
+
+def test_drafters_share_the_memory_of_their_model(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftController, "width", lambda *_: 3)
+    with LLM(tiny, drafts=str(tiny), max_sequences=3) as llm:
+        llm.generate(list(PROMPTS), max_tokens=8, temperature=0, ignore_eos=True)
+        any_sequence: Any = SimpleNamespace(sampling=SamplingParams(), seed=0)
+        drafter: Any = llm.engine.make_drafter(any_sequence)
+        of_one = llm.engine.memory.num_bytes // 3
+        assert of_one < drafter._state.memory.num_bytes <= 4 * of_one

@@ -150,6 +150,8 @@ def test_hostile_headers_are_refused(loaded: Loaded, tmp_path: Path) -> None:
         {"arrays": [{**arrays[0], "layer": 999}, *arrays[1:]]},
         {"arrays": [*arrays, arrays[0]]},
         {"model": 5},
+        {"model": "\ud800"},
+        {"tokens": [], "arrays": [], "bytes": 0},
     )
     for changes in hostile:
         write_state(path, "m", IDS[:30], state)

@@ -7,7 +7,7 @@ import pytest
 from finback import LLM
 from finback.bench import stream
 from finback.bench.stream import last_of, measure_stream
-from finback.errors import UsageError
+from finback.errors import ReadError, UsageError
 from finback.planner.synth import cut_down, find_config, synthesise
 from finback.storage.arena import reserve
 from finback.storage.extents import Extent
@@ -32,12 +32,15 @@ def test_requests_are_made_once_more(tmp_path: Path) -> None:
     rate = measure_again(requests, threads=2)
     assert rate is not None
     assert rate.gbps > 0
+    path.unlink()
+    with pytest.raises(ReadError, match="cannot be read .No such file"):
+        measure_again(requests, threads=2)
 
 
 def test_what_decoding_reads_is_noted(tmp_path: Path) -> None:
     with LLM(DATA / "tiny-k3", expert_slots=1) as llm:
-        requests = llm.record_reads()
-        stats = llm.generate("x", max_tokens=3, ignore_eos=True).stats
+        with llm.record_reads() as requests:
+            stats = llm.generate("x", max_tokens=3, ignore_eos=True).stats
         assert sum(one.num_bytes for one in requests) >= stats.bytes_read > 0
         assert all(one.offset % 4096 == one.num_bytes % 4096 == 0 for one in requests)
         few = last_of(requests, 5000)

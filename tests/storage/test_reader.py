@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -203,3 +204,54 @@ def test_a_closed_reader_says_so(file: Path, disk: Reader) -> None:
     disk.close()
     with pytest.raises(ReadError, match="the model has been closed"):
         disk.read(Extent(file, 0, 10))
+
+
+def test_neighbours_are_read_together_while_all_threads_have_enough_to_do(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "PIECE", 4 * BLOCK)
+    monkeypatch.setattr(reader, "MOST_AT_ONCE", 12 * BLOCK)
+    gate, read = threading.Event(), files.OpenFile.read
+
+    def slow(self: files.OpenFile, view: memoryview, offset: int) -> int:
+        gate.wait(5)
+        return read(self, view, offset)
+
+    monkeypatch.setattr(files.OpenFile, "read", slow)
+    disk, requests = Reader(Spans(), threads=2), list[Extent]()
+    disk.on_read = requests.append
+
+    def submit(number: int, priority: Priority, pieces: int) -> tuple[Extent, Any, Any]:
+        extent = Extent(file, number * 50 * BLOCK, pieces * 4 * BLOCK)
+        memory = reserve(place([extent])[1])
+        return extent, memory, disk.submit([extent], memory, priority)
+
+    def read_all(tickets: list[tuple[Extent, Any, Any]]) -> list[int]:
+        requests.clear()
+        gate.set()
+        disk.wait([ticket for *_, ticket in tickets])
+        for extent, memory, _ in tickets:
+            assert memory.tobytes() == bytes_of(file, extent)
+        disk.check()
+        gate.clear()
+        return sorted(one.num_bytes // BLOCK for one in requests)
+
+    busy = [submit(number, Priority.DEMAND, 1) for number in (0, 1)]
+    many = [submit(number, Priority.DEMAND, 5) for number in (2, 3)]
+    sizes = read_all([*busy, *many])  # of ten pieces some go together, the last ones never do
+    assert sum(sizes) == 12 * 4
+    assert max(sizes) == 12
+    assert sizes.count(4) >= 2 + 2
+
+    busy = [submit(number, Priority.DEMAND, 1) for number in (0, 1)]
+    guesses = [submit(number, Priority.GUESS, 5) for number in (2, 3)]
+    assert set(read_all([*busy, *guesses])) == {4}  # those may still be given up
+
+    busy = [submit(number, Priority.DEMAND, 1) for number in (0, 1)]
+    wrong = [submit(number, Priority.GUESS, 5) for number in (2, 3)]
+    for *_, ticket in wrong:
+        disk.cancel(ticket)
+    few = [submit(4, Priority.DEMAND, 2)]  # one for each thread: what was given up does not count
+    assert set(read_all([*busy, *few])) == {4}
+    disk.close()
+    disk.check()
