@@ -40,6 +40,7 @@ class StreamReport:
     again_gbps: float | None = None  # plain threads that make decoding's requests once more
     reader_gbps: float = 0.0
     reader_core_s_per_gb: float = 0.0
+    ceiling_core_s_per_gb: float = 0.0  # of the plain threads that measure the ceiling
     huge_page_share: float | None = None
     decode: dict[str, Any] = field(default_factory=dict)
     load_s: float = 0.0
@@ -107,11 +108,13 @@ def _measure_rounds(
 ) -> None:
     """Take ceiling, reader and decoding in turn, and write the medians into the report."""
     rows: list[tuple[float, float, float, float | None, Profile]] = []
+    plain: list[float] = []
     for number in range(rounds):
         progress(f"round {number + 1} of {rounds}: disk")
         ceiling = measure_ceiling(paths, memory=experts.memory)
         if ceiling is None:
             raise UsageError(f"{llm.folder}: too small to measure a disk with")
+        plain.append(ceiling.core_s_per_gb)
         progress(f"round {number + 1} of {rounds}: reader")
         reader, core = experts.measure()
         progress(f"round {number + 1} of {rounds}: decoding")
@@ -124,6 +127,7 @@ def _measure_rounds(
     report.ceiling_gbps = statistics.median(ceilings)
     report.reader_gbps = statistics.median(readers)
     report.reader_core_s_per_gb = statistics.median(cores)
+    report.ceiling_core_s_per_gb = statistics.median(plain)
     known = [rate for rate in agains if rate is not None]
     report.again_gbps = statistics.median(known) if known else None
     figures = [p.as_json(tokens, c) for p, c in zip(profiles, ceilings, strict=True)]
@@ -209,16 +213,15 @@ class ExpertReads:
 
     def measure(self) -> tuple[float, float]:
         """Read the experts once: GB/s and core-seconds a GB."""
-        start, cpu, done = time.perf_counter(), time.process_time(), 0
+        wanted = [self._layouts(*key).extents for key in self._keys]
+        done = sum(extent.num_bytes for extents in wanted for extent in extents)
+        slots = [self.memory[n * self._slot : (n + 1) * self._slot] for n in range(AT_ONCE)]
+        start, cpu = time.perf_counter(), time.process_time()
         flying: list[Ticket] = []
-        for number, key in enumerate(self._keys):
+        for number, extents in enumerate(wanted):
             if len(flying) == AT_ONCE:
                 self._reader.wait([flying.pop(0)])
-            slot = number % AT_ONCE
-            memory = self.memory[slot * self._slot : (slot + 1) * self._slot]
-            layout = self._layouts(*key)
-            flying.append(self._reader.submit(layout.extents, memory))
-            done += layout.num_bytes
+            flying.append(self._reader.submit(extents, slots[number % AT_ONCE]))
         self._reader.wait(flying)
         taken, cpu = time.perf_counter() - start, time.process_time() - cpu
         huge = huge_bytes(self.memory)

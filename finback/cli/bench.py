@@ -129,7 +129,8 @@ def stream(
     output.data(
         f"disk      {report.ceiling_gbps:.2f} GB/s; the reader alone {report.reader_gbps:.2f} "
         f"({report.reader_gbps / report.ceiling_gbps:.2f} of it), "
-        f"{report.reader_core_s_per_gb:.3f} core-seconds per GB\n"
+        f"{report.reader_core_s_per_gb:.3f} core-seconds per GB, plain threads "
+        f"{report.ceiling_core_s_per_gb:.3f}\n"
         f"decode    {d['tokens_per_s']:.3g} tokens/s, {human_bytes(d['bytes_per_token'])} read "
         f"per token, {d['gbps']:.2f} GB/s ({d['of_ceiling']:.2f} of the disk"
         f"{again})\n"

@@ -25,6 +25,7 @@ class DiskRate:
 
     gbps: float
     huge_page_share: float | None  # of the memory read into; None where nobody can tell
+    core_s_per_gb: float  # of this process
 
 
 def measure_ceiling(
@@ -104,20 +105,21 @@ def _read_all(
 
     try:
         workers = [Thread(target=work) for _ in range(threads)]
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         stop = start + seconds
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
-        gbps = done[0] / (time.perf_counter() - start) / 1e9
+        taken, cpu = time.perf_counter() - start, time.process_time() - cpu
     finally:
         files.close()
     if errors:
         path = errors[0].filename or places[0].path.parent
         raise ReadError(f"{path}: cannot be read ({errors[0].strerror})")
     huge = huge_bytes(memory)
-    return DiskRate(gbps, None if huge is None else huge / len(memory))
+    share = None if huge is None else huge / len(memory)
+    return DiskRate(done[0] / taken / 1e9, share, cpu / max(done[0] / 1e9, 1e-9))
 
 
 def _places(paths: Sequence[Path], piece: int) -> list[Extent]:

@@ -8,7 +8,7 @@ import heapq
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -21,8 +21,8 @@ from finback.storage.arena import BLOCK, reserve
 from finback.storage.extents import Extent, place
 from finback.storage.files import DIRECT_REFUSED, Files
 
-PIECE = 8 << 20  # larger reads are split, so that all threads share an expert
-MOST_AT_ONCE = 32 << 20  # neighbours are read together while all threads have enough to do
+PIECE = 8 << 20  # bytes of a request, so that all threads share an expert,
+MOST_AT_ONCE = 32 << 20  # or so many, while there is enough for the other threads
 DIRECT_FROM = 256 << 10  # smaller reads gain more from the page cache than they cost it
 THREADS = 4  # for each disk; two nearly reach a disk's ceiling, arrays of disks want more
 
@@ -37,7 +37,7 @@ class Priority(IntEnum):
 
 @dataclass(slots=True)
 class Ticket:
-    """A read under way, of one or more pieces."""
+    """A read under way, of one piece for each extent, and for each request made of it."""
 
     role: str
     priority: Priority
@@ -55,28 +55,28 @@ class Ticket:
 
 @dataclass(slots=True)
 class _Piece:
+    """What is to be read in one go; it shrinks while requests are cut from its start."""
+
     ticket: Ticket
     path: Path
     offset: int  # on a block's border
-    needed: int  # bytes from there that must come; more where neighbours have been joined
+    needed: int  # bytes from there that must come
     memory: memoryview  # of the whole ticket
     at: int  # where in it the piece begins
     num_bytes: int  # of whole blocks
-    is_taken: bool = False
+    is_taken: bool = False  # or given up
 
-    @property
-    def view(self) -> memoryview:
-        """Give the memory that is read into."""
-        return self.memory[self.at : self.at + self.num_bytes]
-
-    def is_followed_by(self, other: "_Piece") -> bool:
-        """Tell whether another goes on where this one ends, in the file and in memory."""
-        return (
-            other.ticket is self.ticket
-            and other.path is self.path
-            and other.offset == self.offset + self.num_bytes
-            and other.at == self.at + self.num_bytes
+    def cut(self, num_bytes: int) -> "_Piece":
+        """Take so many bytes, of whole blocks, from the start."""
+        part = _Piece(
+            self.ticket, self.path, self.offset, num_bytes, self.memory, self.at, num_bytes, True
         )
+        self.offset += num_bytes
+        self.at += num_bytes
+        self.needed -= num_bytes
+        self.num_bytes -= num_bytes
+        self.ticket.left += 1
+        return part
 
 
 @dataclass(slots=True)
@@ -85,17 +85,17 @@ class _Queue:
 
     filled: Condition
     heap: list[tuple[int, int, _Piece]] = field(default_factory=list)
-    waiting: int = 0  # pieces in it that nobody has taken or given up
+    waiting: int = 0  # bytes of pieces that nobody has taken or given up
 
     @property
-    def left(self) -> Iterator[_Piece]:
-        """Go through those."""
-        return (piece for *_, piece in self.heap if not piece.is_taken)
+    def left(self) -> dict[int, _Piece]:
+        """Give those pieces."""
+        return {id(piece): piece for *_, piece in self.heap if not piece.is_taken}
 
     def take(self, piece: _Piece) -> None:
         """Take a piece, or give it up; it stays in the heap until its turn."""
         piece.is_taken = True
-        self.waiting -= 1
+        self.waiting -= piece.num_bytes
 
 
 class Reader:
@@ -138,29 +138,18 @@ class Reader:
         for extent in extents:
             start = extent.offset // BLOCK * BLOCK
             needed = extent.offset + extent.num_bytes - start
-            blocks = -(-needed // BLOCK)
-            step = -(-blocks // max(1, -(-needed // PIECE))) * BLOCK
-            for at in range(0, needed, step):
-                length = min(step, blocks * BLOCK - at)
-                ticket.pieces.append(
-                    _Piece(
-                        ticket,
-                        extent.path,
-                        start + at,
-                        min(step, needed - at),
-                        view,
-                        end + at,
-                        length,
-                    )
-                )
-            end += blocks * BLOCK
+            size = -(-needed // BLOCK) * BLOCK
+            if size:
+                piece = _Piece(ticket, extent.path, start, needed, view, end, size)
+                ticket.pieces.append(piece)
+            end += size
         ticket.left = len(ticket.pieces)
         with self._lock:
             if self._is_closed:
                 raise ReadError(f"{extents[0].path}: the model has been closed")
             self._enqueue(ticket)
             for piece in ticket.pieces:
-                self._queues[self._device(piece.path)].waiting += 1
+                self._queues[self._device(piece.path)].waiting += piece.num_bytes
         return ticket
 
     def promote(self, ticket: Ticket) -> None:
@@ -198,7 +187,7 @@ class Reader:
         """Give up everything that waits, and wait for what is under way."""
         with self._lock:
             for queue in self._queues.values():
-                for piece in queue.left:
+                for piece in queue.left.values():
                     queue.take(piece)
                     piece.ticket.is_cancelled = True
                     piece.ticket.left -= 1
@@ -246,7 +235,7 @@ class Reader:
         with self._lock:
             self._is_closed = True
             for queue in self._queues.values():
-                for piece in queue.left:
+                for piece in queue.left.values():
                     queue.take(piece)
                     piece.ticket.error = ReadError(f"{piece.path}: the model has been closed")
                     piece.ticket.left -= 1
@@ -263,7 +252,7 @@ class Reader:
             assert self._under_way >= 0
             assert not self._is_closed or self._under_way == 0
             for queue in self._queues.values():
-                assert queue.waiting == len({id(piece) for piece in queue.left})
+                assert queue.waiting == sum(piece.num_bytes for piece in queue.left.values())
 
     def _enqueue(self, ticket: Ticket) -> None:
         for piece in ticket.pieces:
@@ -278,7 +267,7 @@ class Reader:
                     worker.start()
             queue = self._queues[device]
             heapq.heappush(queue.heap, (int(ticket.priority), next(self._serial), piece))
-            queue.filled.notify()
+            queue.filled.notify(min(self._threads, -(-piece.num_bytes // PIECE)))
 
     def _device(self, path: Path) -> int:
         if path not in self._devices:
@@ -289,59 +278,69 @@ class Reader:
         return self._devices[path]
 
     def _work(self, device: int) -> None:
-        queue = self._queues[device]
+        queue, piece, error = self._queues[device], None, None
         while True:
             with self._lock:
-                while not queue.heap and not self._is_closed:
-                    queue.filled.wait()
-                if not queue.heap:
-                    return
-                piece = heapq.heappop(queue.heap)[2]
-                if piece.is_taken:  # read or given up already
-                    continue
-                queue.take(piece)
-                self._join_neighbours(piece, queue)
-                if self._under_way == 0:
-                    self._since = time.perf_counter()
-                self._under_way += 1
+                if piece is not None:
+                    self._finish(piece, error)
+                piece = self._next(queue)
+            if piece is None:
+                return
             error = self._fill(piece)
-            with self._lock:
-                self._under_way -= 1
-                now = time.perf_counter()
-                self._spans.seconds["read"] += now - self._since
-                self._since = now
-                if self.on_read is not None:
-                    self.on_read(Extent(piece.path, piece.offset, piece.num_bytes))
-                counts, ticket = self._spans.counts, piece.ticket
-                counts["reads"] += 1
-                counts["bytes_requested"] += piece.num_bytes
-                ticket.error = ticket.error or error
-                ticket.left -= 1
-                if ticket.left == 0:
-                    if not ticket.is_cancelled:
-                        counts["bytes_read"] += ticket.num_bytes
-                        counts[f"bytes_read_{ticket.role}"] += ticket.num_bytes
-                    self._done.notify_all()
 
-    def _join_neighbours(self, piece: _Piece, queue: _Queue) -> None:
-        """Read what follows in the same request, unless other threads would have nothing to do.
-
-        Only what somebody waits for: a request under way cannot be given up, nor be overtaken.
-        """
-        if piece.ticket.priority != Priority.DEMAND:
-            return
-        while queue.waiting > self._threads:
-            following = queue.heap[0][2]
-            if not following.is_taken:
-                if not piece.is_followed_by(following):
-                    return
-                if piece.num_bytes + following.num_bytes > MOST_AT_ONCE:
-                    return
-                queue.take(following)
-                piece.needed = following.offset + following.needed - piece.offset
-                piece.num_bytes += following.num_bytes
-                piece.ticket.left -= 1
+    def _next(self, queue: _Queue) -> _Piece | None:
+        """Wait for something to read, and take a request's worth of it; None after closing."""
+        while True:
+            while not queue.heap and not self._is_closed:
+                queue.filled.wait()
+            if not queue.heap:
+                return None
+            piece = queue.heap[0][2]
+            if not piece.is_taken:
+                break
+            heapq.heappop(queue.heap)  # given up, or promoted and read
+        size = self._request_size(piece, queue.waiting)
+        if size < piece.num_bytes:
+            queue.waiting -= size
+            piece = piece.cut(size)
+        else:
+            queue.take(piece)
             heapq.heappop(queue.heap)
+        if self._under_way == 0:
+            self._since = time.perf_counter()
+        self._under_way += 1
+        return piece
+
+    def _request_size(self, piece: _Piece, waiting: int) -> int:
+        """Say how much of a piece one request reads: parts of about the same size.
+
+        More at once costs less, but leaves less for other threads, and a request under way can
+        neither be given up nor be overtaken.
+        """
+        most, size = PIECE, piece.num_bytes
+        is_plenty = waiting - min(size, MOST_AT_ONCE) >= self._threads * PIECE
+        if is_plenty and piece.ticket.priority == Priority.DEMAND:
+            most = MOST_AT_ONCE
+        return size if size <= most else -(-size // -(-size // most) // BLOCK) * BLOCK
+
+    def _finish(self, piece: _Piece, error: ReadError | None) -> None:
+        """Count a request that has ended, and tell those who wait if it was a ticket's last."""
+        self._under_way -= 1
+        now = time.perf_counter()
+        self._spans.seconds["read"] += now - self._since
+        self._since = now
+        if self.on_read is not None:
+            self.on_read(Extent(piece.path, piece.offset, piece.num_bytes))
+        counts, ticket = self._spans.counts, piece.ticket
+        counts["reads"] += 1
+        counts["bytes_requested"] += piece.num_bytes
+        ticket.error = ticket.error or error
+        ticket.left -= 1
+        if ticket.left == 0:
+            if not ticket.is_cancelled:
+                counts["bytes_read"] += ticket.num_bytes
+                counts[f"bytes_read_{ticket.role}"] += ticket.num_bytes
+            self._done.notify_all()
 
     def _fill(self, piece: _Piece) -> ReadError | None:
         try:
@@ -361,7 +360,7 @@ class Reader:
 
     def _fill_from(self, piece: _Piece, direct: bool) -> int:
         """Read a piece, and give how many bytes came."""
-        done, view = 0, piece.view
+        done, view = 0, piece.memory[piece.at : piece.at + piece.num_bytes]
         file = self._files.acquire(piece.path, direct)
         try:
             while done < piece.needed:
