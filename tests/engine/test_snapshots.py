@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from finback import LLM, ChatOptions
+from finback.bench.state import StateReport, measure_prefix
 from finback.config import SamplingParams
 from finback.engine import snapshots
 from finback.engine.snapshots import (
@@ -285,6 +286,13 @@ def test_the_same_prompt_again_needs_one_row(tiny: Path, tmp_path: Path, rows: i
             outs = llm.generate([ids] * 3, seed=1, **options)
             assert [out.token_ids for out in outs] == [expected[1].token_ids] * 3
             llm.engine.check()
+
+
+def test_restoring_a_prefix_is_measured(tiny: Path, tmp_path: Path) -> None:
+    report = StateReport()
+    measure_prefix(report, tiny, tmp_path, rounds=2, tokens=40)
+    assert report.prefix_tokens == 39
+    assert report.restore_speedup > 0
 
 
 def test_a_system_message_is_computed_once(tmp_path: Path) -> None:
