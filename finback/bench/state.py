@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from finback.bench.stream import drop_cached
-from finback.engine.snapshots import read_state, write_state
+from finback.engine.statefile import read_state, write_state
 from finback.errors import UsageError
 from finback.llm import LLM
 from finback.models.base import read_layout_of

@@ -10,9 +10,9 @@ import pytest
 
 from finback import LLM, Request
 from finback.config import SamplingParams
-from finback.engine import snapshots
 from finback.engine.drafts import DraftController
 from finback.engine.snapshots import list_snapshots
+from finback.engine.statefile import read_header
 from finback.storage.arena import MemoryPool
 from tests.conftest import DATA
 
@@ -108,7 +108,7 @@ def test_a_stream_that_is_forgotten_in_the_middle_of_a_step_harms_no_other(
     with LLM(tiny, states=str(tmp_path / "states")) as llm:
         assert llm.engine.snapshots is not None
         for one in list_snapshots(tmp_path / "states"):
-            header, _ = snapshots._read_header(one.path)
+            header, _ = read_header(one.path)
             assert llm.engine.snapshots.load(one, header["tokens"], llm.engine.model, MemoryPool())
 
 

@@ -20,14 +20,8 @@ from finback import LLM, ChatOptions
 from finback.bench.state import StateReport, measure_prefix
 from finback.config import SamplingParams
 from finback.engine import snapshots
-from finback.engine.snapshots import (
-    MAGIC,
-    SnapshotStore,
-    evicted,
-    list_snapshots,
-    read_state,
-    write_state,
-)
+from finback.engine.snapshots import SnapshotStore, evicted, list_snapshots
+from finback.engine.statefile import MAGIC, read_header, read_state, write_state
 from finback.errors import DamagedFile
 from finback.models.loading import Loaded
 from finback.models.state import LatentState, SequenceState
@@ -74,7 +68,7 @@ def damage(path: Path, at: int, by: bytes) -> None:
 def test_what_cannot_be_trusted_is_refused_by_name(loaded: Loaded, tmp_path: Path) -> None:
     good = tmp_path / "good.state"
     size = write_state(good, "m", IDS[:30], computed(loaded, 30))
-    header, start = snapshots._read_header(good)
+    header, start = read_header(good)
     cases: dict[str, tuple[int, bytes | None, str]] = {
         "older": (0, b"finback state 1\n", "no state of this version"),
         "foreign": (0, b"PK nonsense 1234", "no state of this version"),
@@ -126,7 +120,7 @@ def test_half_states_and_those_of_others_are_refused(loaded: Loaded, tmp_path: P
 
 
 def rewrite_header(path: Path, **changes: Any) -> None:
-    header, start = snapshots._read_header(path)
+    header, start = read_header(path)
     body = path.read_bytes()[start:]
     text = json.dumps(header | changes).encode()
     head = MAGIC + len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(8, "little") + text
@@ -137,7 +131,7 @@ def test_hostile_headers_are_refused(loaded: Loaded, tmp_path: Path) -> None:
     path = tmp_path / "one.state"
     state = computed(loaded, 30)
     write_state(path, "m", IDS[:30], state)
-    arrays = snapshots._read_header(path)[0]["arrays"]
+    arrays = read_header(path)[0]["arrays"]
     hostile: tuple[dict[str, Any], ...] = (
         {"tokens": "abc"},
         {"tokens": [1.5]},
@@ -176,8 +170,8 @@ def test_the_longest_prefix_is_found_and_damage_is_set_aside(
     longest = again.find(IDS)
     assert longest is not None
     assert SnapshotStore(tmp_path, "other", loaded.reader).find(IDS) is None
-    last = snapshots._read_header(longest.path)[0]["arrays"][-1]
-    start = snapshots._read_header(longest.path)[1]
+    last = read_header(longest.path)[0]["arrays"][-1]
+    start = read_header(longest.path)[1]
     damage(longest.path, start + last["at"] + last["bytes"] - 9, b"\xff" * 9)
     caplog.set_level(logging.WARNING)
     assert again.load(longest, IDS[:40], loaded.model, MemoryPool()) is None
@@ -326,7 +320,7 @@ def test_a_file_that_took_a_name_again_is_read_anew(loaded: Loaded, tmp_path: Pa
     for _ in range(2):
         assert one is not None
         assert store.load(one, IDS[:20], loaded.model, MemoryPool()) is not None
-        header, start = snapshots._read_header(one.path)
+        header, start = read_header(one.path)
         damage(one.path, start + header["arrays"][0]["at"] + 100, b"damage")
         assert store.load(one, IDS[:20], loaded.model, MemoryPool()) is None
         one = store.save(IDS[:20], computed(loaded, 20))
@@ -335,7 +329,7 @@ def test_a_file_that_took_a_name_again_is_read_anew(loaded: Loaded, tmp_path: Pa
 def test_swapped_pages_are_noticed(loaded: Loaded, tmp_path: Path) -> None:
     path = tmp_path / "one.state"
     write_state(path, "m", IDS[:30], computed(loaded, 30))
-    header, start = snapshots._read_header(path)
+    header, start = read_header(path)
     raw = bytearray(path.read_bytes())
     one = next(a for a in header["arrays"] if a["bytes"] >= 8192)
     at = start + one["at"]
@@ -394,6 +388,6 @@ def test_a_kill_at_any_moment_leaves_whole_states_or_none(tmp_path: Path) -> Non
             assert llm.generate(PROMPT * 3, max_tokens=30, temperature=0).token_ids == expected
             loaded = llm._loaded
             for one in list_snapshots(folder):
-                tokens = snapshots._read_header(one.path)[0]["tokens"]
+                tokens = read_header(one.path)[0]["tokens"]
                 read_state(one.path, one.model, tokens, loaded.model, loaded.reader, MemoryPool())
     assert not list(folder.glob("*.damaged"))
