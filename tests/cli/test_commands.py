@@ -274,12 +274,17 @@ def test_every_command_explains_itself(command: str) -> None:
 
 
 def test_a_start_is_quick_to_answer() -> None:
-    start = time.perf_counter()
-    finback("--version")
-    bare = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import typer"], check=True)
-    # A ratio, not a time: starting costs little more than the library it is built with.
-    assert bare - start < 5 * (time.perf_counter() - bare) + 0.5
+    def seconds(command: list[str]) -> float:
+        start = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        return time.perf_counter() - start
+
+    # A ratio, not a time, of the best of some runs in turn: starting costs little more than the
+    # library that it is built with.
+    commands = [[*COMMAND, "--version"], [sys.executable, "-c", "import typer"]]
+    rounds = [[seconds(command) for command in commands] for _ in range(4)]
+    ours, bare = (min(times) for times in zip(*rounds, strict=True))
+    assert ours < 5 * bare + 0.5
 
 
 def test_without_a_model_the_storyteller_runs() -> None:

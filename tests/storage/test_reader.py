@@ -175,7 +175,7 @@ def test_demand_goes_before_guesses_and_what_is_given_up_is_not_read(
 
     def slow(descriptor: int, views: list[memoryview], offset: int) -> int:
         order.append(offset)
-        gate.wait(5)
+        gate.wait(60)
         return real(descriptor, views, offset)
 
     monkeypatch.setattr(files.os, "preadv", slow)
@@ -214,7 +214,7 @@ def test_requests_are_large_while_all_threads_have_enough_to_do(
     gate, read = threading.Event(), files.OpenFile.read
 
     def slow(self: files.OpenFile, view: memoryview, offset: int) -> int:
-        gate.wait(5)
+        gate.wait(60)
         return read(self, view, offset)
 
     monkeypatch.setattr(files.OpenFile, "read", slow)
