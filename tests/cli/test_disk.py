@@ -45,7 +45,8 @@ def test_a_profile_accounts_for_every_second() -> None:
 
 def test_routes_are_recorded_and_replayed(tmp_path: Path) -> None:
     trace = tmp_path / "routes.npz"
-    done = finback("run", "--raw", "-q", "--max-tokens", 30, "--trace", trace, "The sea")
+    options = ("--raw", "-q", "--seed", 1, "--max-tokens", 30)
+    done = finback("run", *options, "--trace", trace, "The sea")
     assert done.returncode == 0, done.stderr
     report = json.loads(finback("replay", trace, "--memory", "10%", "--json").stdout)
     assert report["steps"] == 30
