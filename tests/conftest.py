@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # A busy machine is no reason to fail.
+# What a shell starts in the background ignores Ctrl-C; tests that send it need it as in front.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # The same examples each time, unless more are asked for.
 settings.register_profile(
     "finback",
