@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import secrets
-import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -126,8 +125,7 @@ class LLM:
 
     def wait_for_reads(self) -> None:
         """Let what is being read ahead come in, so that nothing disturbs a measurement."""
-        while not self._loaded.reader.is_idle:
-            time.sleep(0.001)  # only before a measurement: nothing tells when a guess is read
+        self._loaded.reader.wait_until_idle()
 
     @contextmanager
     def record_reads(self) -> Iterator[list[Extent]]:

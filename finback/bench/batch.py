@@ -111,37 +111,42 @@ def measure_batch(
                 f"{llm.plan.max_sequences} fit"
             )
         report.budget_bytes, report.plan = llm.plan.budget, dict(llm.plan.parts)
-        rates: list[tuple[float, float]] = []
-        ceilings: list[float] = []
-        agains: list[float] = []
+        limits: list[_Limits] = []
         found: dict[int, list[BatchRow]] = {count: [] for count in sequences}
         flops = flops_per_token(needs)
         decode(llm, max(sequences), 1)
         for number in range(rounds):
             for count in sequences:
                 progress(f"round {number + 1} of {rounds}: {count} sequences")
-                ceiling = measure_ceiling(paths, memory=experts.memory)
-                if ceiling is None:
-                    raise UsageError(f"{folder}: too small to measure a disk with")
-                ceilings.append(ceiling.gbps)
-                rates.append(measure_matrices(llm.ops, experts.weight(llm.ops), needs))
-                with llm.record_reads() as requests:
-                    profile = decode(llm, count, tokens)
-                again = None
-                if llm.plan.streamed:  # of which the ceiling on random pieces is none
-                    some = last_of(requests, profile.bytes_read)
-                    again = measure_again(some, memory=experts.memory)
-                    agains += [again.gbps] if again else []
-                limits = _Limits(again.gbps if again else ceiling.gbps, rates[-1])
-                found[count].append(_row(profile, count, tokens, flops, limits, needs.slot_bytes))
-    report.ceiling_gbps = statistics.median(ceilings)
+                profile, limit = _measure_round(llm, experts, paths, needs, count, tokens)
+                limits.append(limit)
+                found[count].append(_row(profile, count, tokens, flops, limit, needs.slot_bytes))
+    report.ceiling_gbps = statistics.median(limit.ceiling_gbps for limit in limits)
+    agains = [limit.again_gbps for limit in limits if limit.again_gbps is not None]
     report.again_gbps = statistics.median(agains) if agains else None
-    report.matrix_gflops, report.spine_gflops = map(statistics.median, zip(*rates, strict=True))
+    rates = zip(*(limit.matrix_gflops for limit in limits), strict=True)
+    report.matrix_gflops, report.spine_gflops = map(statistics.median, rates)
     report.rows = [_median_row(count, rows) for count, rows in found.items()]
     for row in report.rows:
         row.speedup = row.tokens_per_s / report.rows[0].tokens_per_s
     report.peak_memory_bytes = peak_bytes()
     return report
+
+
+def _measure_round(
+    llm: LLM, experts: ExpertReads, paths: list[Path], needs: Needs, count: int, tokens: int
+) -> tuple[Profile, "_Limits"]:
+    """Measure the limits of this machine, and what a number of sequences makes of them."""
+    ceiling = measure_ceiling(paths, memory=experts.memory)
+    if ceiling is None:
+        raise UsageError(f"{llm.folder}: too small to measure a disk with")
+    rates = measure_matrices(llm.ops, experts.weight(llm.ops), needs)
+    with llm.record_reads() as requests:
+        profile = decode(llm, count, tokens)
+    again = None
+    if llm.plan.streamed:  # of which the ceiling on random pieces is none
+        again = measure_again(last_of(requests, profile.bytes_read), memory=experts.memory)
+    return profile, _Limits(ceiling.gbps, None if again is None else again.gbps, rates)
 
 
 def decode(llm: LLM, count: int, tokens: int) -> Profile:
@@ -186,7 +191,8 @@ def _measure_matrix(ops: Ops, weight: Weight, seconds: float = 0.3) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    disk_gbps: float
+    ceiling_gbps: float
+    again_gbps: float | None
     matrix_gflops: tuple[float, float]  # of experts, of the rest
 
 
@@ -215,7 +221,7 @@ def _row(
     spine, experts = counts.get("bytes_read_spine", 0), counts.get("bytes_read_expert", 0)
     spilled = counts.get("bytes_spilled", 0)
     states = counts.get("bytes_read_state", 0) + spilled
-    read = (spine + experts + states) / limits.disk_gbps / 1e9
+    read = (spine + experts + states) / (limits.again_gbps or limits.ceiling_gbps) / 1e9
     per_token = sum(f / rate / 1e9 for f, rate in zip(flops, limits.matrix_gflops, strict=True))
     compute = count * tokens * per_token
     bound = count * tokens / max(read, compute)

@@ -26,7 +26,7 @@ from finback.spans import Profile, Spans
 from finback.storage.arena import BLOCK, huge_bytes, reserve
 from finback.storage.extents import Extent, find, place
 from finback.storage.memory import peak_bytes
-from finback.storage.probe import measure_again, measure_ceiling
+from finback.storage.probe import DiskRate, measure_again, measure_ceiling
 from finback.storage.reader import Reader, Ticket
 
 AT_ONCE = 16  # experts under way, as in a layer of Kimi K3
@@ -107,14 +107,12 @@ def _measure_rounds(
     progress: Callable[[str], None],
 ) -> None:
     """Take ceiling, reader and decoding in turn, and write the medians into the report."""
-    rows: list[tuple[float, float, float, float | None, Profile]] = []
-    plain: list[float] = []
+    rows: list[_Round] = []
     for number in range(rounds):
         progress(f"round {number + 1} of {rounds}: disk")
         ceiling = measure_ceiling(paths, memory=experts.memory)
         if ceiling is None:
             raise UsageError(f"{llm.folder}: too small to measure a disk with")
-        plain.append(ceiling.core_s_per_gb)
         progress(f"round {number + 1} of {rounds}: reader")
         reader, core = experts.measure()
         progress(f"round {number + 1} of {rounds}: decoding")
@@ -122,28 +120,36 @@ def _measure_rounds(
             profile = _decode(llm, tokens)
         progress(f"round {number + 1} of {rounds}: the same reads alone")
         again = measure_again(last_of(requests, profile.bytes_read), memory=experts.memory)
-        rows.append((ceiling.gbps, reader, core, again.gbps if again else None, profile))
-    ceilings, readers, cores, agains, profiles = zip(*rows, strict=True)
-    report.ceiling_gbps = statistics.median(ceilings)
-    report.reader_gbps = statistics.median(readers)
-    report.reader_core_s_per_gb = statistics.median(cores)
-    report.ceiling_core_s_per_gb = statistics.median(plain)
-    known = [rate for rate in agains if rate is not None]
-    report.again_gbps = statistics.median(known) if known else None
-    figures = [p.as_json(tokens, c) for p, c in zip(profiles, ceilings, strict=True)]
+        rows.append(_Round(ceiling, reader, core, profile, again))
+    report.ceiling_gbps = statistics.median(row.ceiling.gbps for row in rows)
+    report.ceiling_core_s_per_gb = statistics.median(row.ceiling.core_s_per_gb for row in rows)
+    report.reader_gbps = statistics.median(row.reader_gbps for row in rows)
+    report.reader_core_s_per_gb = statistics.median(row.reader_core_s_per_gb for row in rows)
+    figures = [row.profile.as_json(tokens, row.ceiling.gbps) for row in rows]
     report.decode = {name: _median([f[name] for f in figures]) for name in figures[0]}
-    shares = [row[-1].gbps / row[3] for row in rows if row[3] is not None]
+    pairs = [(row.profile.gbps, row.again.gbps) for row in rows if row.again is not None]
+    report.again_gbps = statistics.median(alone for _, alone in pairs) if pairs else None
+    shares = [rate / alone for rate, alone in pairs]
     report.decode["of_again"] = statistics.median(shares) if shares else None
-    report.rounds = [
-        {
-            "ceiling_gbps": c,
-            "reader_gbps": r,
-            "again_gbps": a,
-            "gbps": p.gbps,
-            "tokens_per_s": tokens / p.wall_s,
+    report.rounds = [row.as_json(tokens) for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    ceiling: DiskRate
+    reader_gbps: float
+    reader_core_s_per_gb: float
+    profile: Profile
+    again: DiskRate | None
+
+    def as_json(self, tokens: int) -> dict[str, float | None]:
+        return {
+            "ceiling_gbps": self.ceiling.gbps,
+            "reader_gbps": self.reader_gbps,
+            "again_gbps": None if self.again is None else self.again.gbps,
+            "gbps": self.profile.gbps,
+            "tokens_per_s": tokens / self.profile.wall_s,
         }
-        for c, r, _, a, p in rows
-    ]
 
 
 def last_of(requests: list[Extent], num_bytes: int) -> list[Extent]:

@@ -62,7 +62,7 @@ def huge_bytes(memory: Bytes) -> int | None:
             is_inside = int(found[1], 16) < end and int(found[2], 16) > start
         elif is_inside and line.startswith("AnonHugePages:"):
             total += int(line.split()[1]) * 1024
-    return total
+    return min(total, memory.nbytes)  # a mapping may be larger, by what begins it on a border
 
 
 class MemoryPool:

@@ -228,7 +228,17 @@ class Reader:
     def is_idle(self) -> bool:
         """Tell whether no read is waiting or under way."""
         with self._lock:
-            return self._under_way == 0 and not any(q.waiting for q in self._queues.values())
+            return self._has_nothing_to_do
+
+    def wait_until_idle(self) -> None:
+        """Wait until every read has ended, also those that nobody asks about."""
+        with self._lock:
+            while not self._has_nothing_to_do:
+                self._done.wait()
+
+    @property
+    def _has_nothing_to_do(self) -> bool:
+        return self._under_way == 0 and not any(q.waiting for q in self._queues.values())
 
     def close(self) -> None:
         """Stop the threads after the pieces under way and close every file; later reads fail."""

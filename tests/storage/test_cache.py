@@ -145,8 +145,7 @@ def test_sweeps_keep_what_fits(open_cache: Callable[..., ExpertCache]) -> None:
         for layer in range(LAYERS):
             assert visit(experts, layer, everything, in_order=True) == everything
             experts.guess((layer + 1) % LAYERS, {"sweep": everything}, experts.read_ahead)
-            while not experts._reader.is_idle:
-                time.sleep(0.0005)
+            experts._reader.wait_until_idle()
     read = experts._spans.counts["bytes_read_expert"] / BYTES / sweeps
     # A sweep wants 24; the slots keep what is not needed to read the rest through.
     assert read <= LAYERS * EXPERTS - (slots - experts.read_ahead - 2)

@@ -251,5 +251,9 @@ def test_requests_are_large_while_all_threads_have_enough_to_do(
         disk.cancel(ticket)
     few = [submit(4, Priority.DEMAND, 2)]  # one for each thread: what was given up does not count
     assert set(read_all([*busy, *few])) == {4}
+    gate.set()
+    submit(5, Priority.GUESS, 5)  # nobody asks about it
+    disk.wait_until_idle()
+    assert disk.is_idle
     disk.close()
     disk.check()
